@@ -1,0 +1,211 @@
+"""Every knob of co-training, beside all of TRL's."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from trl import GRPOConfig
+
+from hf_codraft.losses import LOSS_TYPES
+
+DEFAULT_SPECULATIVE_TOKENS = 3
+# Sampling options that vLLM rejects or ignores under speculation, with what it does.
+_REFUSED_SAMPLING = {
+    "min_p": "vLLM rejects it under speculation",
+    "logit_bias": "vLLM rejects it under speculation",
+    "structured_outputs": "the draft does not follow the grammar, so the distribution is not the constrained one",
+    "guided_decoding": "the draft does not follow the grammar, so the distribution is not the constrained one",
+    "logits_processors": "vLLM ignores it under speculation",
+    "n": "TRL asks for one completion a prompt",
+}
+# Anything that accepts drafted tokens the policy would not have sampled.
+_LOSSY_ACCEPTANCE = (
+    "rejection_sample_method",
+    "synthetic_acceptance_rates",
+    "synthetic_acceptance_length",
+    "posterior_threshold",
+    "posterior_alpha",
+    "acceptance_method",
+    "typical_acceptance_sampler_posterior_threshold",
+    "typical_acceptance_sampler_posterior_alpha",
+    "spec_decoding_acceptance_method",
+)
+
+
+@dataclass
+class CoDraftGRPOConfig(GRPOConfig):
+    """`GRPOConfig` with the draft's settings. All of TRL's fields keep their meaning and default.
+
+    Each field's help text is in its metadata; `hf-codraft grpo --help` prints them.
+    """
+
+    num_speculative_tokens: int | None = field(
+        default=None,
+        metadata={
+            "help": "Tokens the draft guesses before each verification, and passes of its training-time test. 3 when a "
+            "draft is given; more pays only where acceptance is high."
+        },
+    )
+    draft_sample_method: str = field(
+        default="probabilistic",
+        metadata={
+            "help": "How the draft samples in rollouts: 'probabilistic' (from its distribution) or 'greedy'. Both leave the "
+            "policy's distribution unchanged; at temperature 1 'probabilistic' has several times the acceptance."
+        },
+    )
+    draft_loss_type: str = field(
+        default="kl",
+        metadata={"help": "Distance between policy and draft: 'kl', 'tv' (total variation), 'lk' (KL early, TV late), 'ce'."},
+    )
+    draft_loss_weight: float = field(default=1.0, metadata={"help": "Factor of the draft's loss; 0 does not train it."})
+    draft_learning_rate: float = field(
+        default=3e-4, metadata={"help": "Learning rate of the draft's own AdamW. Small drafts (hidden 576) learn at 1e-3."}
+    )
+    draft_lr_scheduler_type: str = field(
+        default="constant",
+        metadata={"help": "Schedule of the draft's learning rate, by transformers' name. 'constant' suits a moving policy."},
+    )
+    draft_warmup_steps: int = field(
+        default=0, metadata={"help": "Optimizer steps over which the draft's learning rate rises from 0."}
+    )
+    draft_weight_decay: float = field(default=0.0, metadata={"help": "Weight decay of the draft's AdamW."})
+    draft_max_grad_norm: float = field(
+        default=1.0, metadata={"help": "Gradient-norm clip of the draft, apart from the policy's; 0 for none."}
+    )
+    draft_vocab_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Token ids a fresh draft can propose, chosen from the policy's own rollouts (needs "
+            "draft_warmup_rollouts); the whole vocabulary by default. A smaller head drafts faster."
+        },
+    )
+    draft_tap_layers: list[int] | None = field(
+        default=None,
+        metadata={
+            "help": "Hidden states a fresh draft reads, in vLLM's convention (id j: after j layers). EAGLE-3: 2, N//2, N-3."
+        },
+    )
+    ttt_pass_weights: list[float] | None = field(
+        default=None, metadata={"help": "Weight of the loss of every pass (num_speculative_tokens of them); 1 by default."}
+    )
+    draft_teacher_temperature: str = field(
+        default="rollout",
+        metadata={
+            "help": "Temperature at which draft and policy are compared: 'rollout' (the distribution the engine verifies "
+            "against; 1 where rollouts are greedy) or a number."
+        },
+    )
+    draft_update_every: int = field(
+        default=1, metadata={"help": "Train the draft on one of this many optimizer steps of the policy."}
+    )
+    draft_warmup_rollouts: int = field(
+        default=0,
+        metadata={
+            "help": "Completions the policy samples on the training prompts before step 1, over all ranks, to start the draft "
+            "on. 0 starts cold."
+        },
+    )
+    draft_warmup_epochs: int = field(default=1, metadata={"help": "Passes over the warm-up rollouts."})
+    draft_warmup_batch_size: int = field(default=16, metadata={"help": "Rows per optimizer step of the warm-up, a rank."})
+    draft_warmup_learning_rate: float | None = field(
+        default=None, metadata={"help": "Peak learning rate of the warm-up (cosine); draft_learning_rate by default."}
+    )
+    freeze_draft: bool = field(
+        default=False, metadata={"help": "Do not train the draft during GRPO (a warm-up still does): the control of a claim."}
+    )
+    draft_loss_chunk_size: int = field(
+        default=512, metadata={"help": "Positions whose logits exist at a time in the draft's loss; bounds its memory."}
+    )
+    rollout_dtype: str = field(
+        default="auto",
+        metadata={
+            "help": "dtype of the colocated engine's weights: 'bfloat16', 'float16', 'float32', or 'auto' (bf16/fp16 as "
+            "trained, else float32)."
+        },
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.num_speculative_tokens is not None and self.num_speculative_tokens < 1:
+            raise ValueError(
+                f"num_speculative_tokens must be at least 1, got {self.num_speculative_tokens}; leave draft=None for rollouts "
+                "without speculation."
+            )
+        if self.draft_sample_method not in ("probabilistic", "greedy"):
+            raise ValueError(
+                f"draft_sample_method must be 'probabilistic' or 'greedy', got {self.draft_sample_method!r}."
+            )
+        if self.draft_loss_type not in LOSS_TYPES:
+            raise ValueError(f"draft_loss_type must be one of {LOSS_TYPES}, got {self.draft_loss_type!r}.")
+        if self.rollout_dtype not in ("auto", "bfloat16", "float16", "float32"):
+            raise ValueError(
+                f"rollout_dtype must be 'auto', 'bfloat16', 'float16' or 'float32', got {self.rollout_dtype!r}."
+            )
+        for name in ("draft_update_every", "draft_warmup_epochs", "draft_warmup_batch_size", "draft_loss_chunk_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        for name in (
+            "draft_loss_weight", "draft_learning_rate", "draft_weight_decay", "draft_max_grad_norm", "draft_warmup_rollouts",
+            "draft_warmup_steps",
+        ):  # fmt: skip
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}.")
+        self.draft_temperature  # noqa: B018  (raises where it cannot be read)
+
+    @property
+    def draft_temperature(self) -> float:
+        """The number behind `draft_teacher_temperature`."""
+        if self.draft_teacher_temperature == "rollout":
+            return self.temperature if self.temperature > 0 else 1.0
+        try:
+            temperature = float(self.draft_teacher_temperature)
+        except ValueError:
+            temperature = 0.0
+        if temperature <= 0:
+            raise ValueError(
+                f"draft_teacher_temperature must be 'rollout' or a number above 0, got {self.draft_teacher_temperature!r}."
+            )
+        return temperature
+
+    @property
+    def engine_dtype(self) -> str:
+        """dtype of the engine's weights, `auto` resolved."""
+        if self.rollout_dtype != "auto":
+            return self.rollout_dtype
+        return "bfloat16" if self.bf16 else "float16" if self.fp16 else "float32"
+
+    def draft_fields_set(self) -> list[str]:
+        """Names of the draft's fields that differ from their default."""
+        base = {f.name for f in dataclasses.fields(GRPOConfig)}
+        own = [f for f in dataclasses.fields(self) if f.name not in base and f.name != "rollout_dtype"]
+        return [f.name for f in own if getattr(self, f.name) != f.default]
+
+
+def check_speculation(args: GRPOConfig) -> None:
+    """Refuses what speculative rollouts cannot do, before anything is built.
+
+    Raises:
+        ValueError: for a sampling option that vLLM rejects or ignores under speculation, for a setting that would make
+            acceptance lossy, and for an engine mode that is not built.
+    """
+    if args.vllm_mode != "colocate":
+        raise ValueError(
+            f"vllm_mode={args.vllm_mode!r} cannot serve a co-trained draft yet: a server's draft is not refitted. Use "
+            "vllm_mode='colocate', or draft=None."
+        )
+    asked: dict[str, Any] = {"min_p": args.min_p, "structured_outputs": args.vllm_structured_outputs_regex}
+    asked = {name: value for name, value in asked.items() if value}
+    asked |= {name: value for name, value in (args.generation_kwargs or {}).items() if value}
+    if asked.get("n") == 1:
+        del asked["n"]
+    for name, value in asked.items():
+        if name in _LOSSY_ACCEPTANCE:
+            raise ValueError(
+                f"{name}={value!r} would accept tokens that the policy did not sample, so rollouts would no longer follow it. "
+                "Remove it: hf-codraft only speculates losslessly."
+            )
+        if name in _REFUSED_SAMPLING or name.startswith("guided_"):
+            reason = _REFUSED_SAMPLING.get(name, _REFUSED_SAMPLING["guided_decoding"])
+            raise ValueError(
+                f"{name}={value!r} cannot be used with a draft: {reason}. Remove it, or train with draft=None."
+            )

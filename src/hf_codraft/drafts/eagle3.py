@@ -1,0 +1,397 @@
+"""EAGLE-3: one decoder layer that reads the next token's embedding beside three of the policy's hidden states.
+
+Legend: T packed tokens, A anchors, K passes, X concatenated taps, H the draft's hidden width, N query heads,
+M key/value heads, D head size, V the draft's vocabulary.
+
+The maths, weight names and config are those of vLLM's `Eagle3LlamaForCausalLM` (0.31, 0.32), which serves the draft;
+the training-time test follows EAGLE-3 (arXiv 2503.01840) with the attention pattern of vLLM's cache. Pass d at trunk
+position i reads the embedding of token i + d and the state g (the taps in pass 1, its own output afterwards), at RoPE
+position i + d - 1, and predicts token i + d + 1:
+
+    token      ... i-1    i     i+1     i+2     i+3
+    pass 1                taps  embed   predicts
+    pass 2                g^1           embed   predicts
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import LlamaConfig, PreTrainedModel
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from hf_codraft.attention.branch import branch_attention
+from hf_codraft.attention.layout import trunk_blocks
+from hf_codraft.drafts.vocabulary import check_mapping, kept_mask, offsets
+from hf_codraft.losses import DraftLoss, Teacher, draft_loss
+from hf_codraft.taps.packed import PackedBatch, PolicyWeights
+
+VLLM_METHOD = "eagle3"
+ARCHITECTURE = "LlamaForCausalLMEagle3"
+
+
+def default_tap_ids(num_layers: int) -> tuple[int, ...]:
+    """vLLM's default taps `(2, N // 2, N - 3)`: id j is the residual stream after j layers, id 0 the embeddings."""
+    return (2, num_layers // 2, num_layers - 3)
+
+
+class Eagle3DraftConfig(LlamaConfig):
+    """Config of an EAGLE-3 draft in the plain form that vLLM and SGLang load.
+
+    It is a Llama config (`model_type` stays `llama`, `architectures` is `["LlamaForCausalLMEagle3"]`) with the fields
+    below.
+
+    Args:
+        draft_vocab_size (`int`, *optional*): ids the draft can propose; `vocab_size` (the policy's) by default.
+        eagle_aux_hidden_state_layer_ids (`list[int]`): tapped ids in vLLM's convention (id j = after j layers).
+        num_aux_hidden_states (`int`): their number; vLLM sizes `fc` by it.
+        target_hidden_size (`int`, *optional*): the policy's hidden size, where it differs from the draft's.
+        norm_before_residual (`bool`): take the residual after `hidden_norm` (speculators' default) or before it.
+        norm_before_fc (`bool`): one RMSNorm over the concatenated taps before `fc`.
+        fc_norm (`bool`): one RMSNorm per tap before `fc`.
+        norm_output (`bool`): feed back the state after the final norm (EAGLE-3.1) instead of before it.
+        has_own_embeddings (`bool`): the checkpoint carries `embed_tokens` instead of using the policy's.
+    """
+
+    num_hidden_layers: int = 1
+    draft_vocab_size: int | None = None
+    eagle_aux_hidden_state_layer_ids: list[int] | None = None
+    num_aux_hidden_states: int = 3
+    target_hidden_size: int | None = None
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    has_own_embeddings: bool = False
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        self.architectures = [ARCHITECTURE]
+        self.tie_word_embeddings = False
+        self.draft_vocab_size = self.draft_vocab_size or self.vocab_size
+        self.target_hidden_size = self.target_hidden_size or self.hidden_size
+        if self.eagle_aux_hidden_state_layer_ids is not None:
+            self.num_aux_hidden_states = len(self.eagle_aux_hidden_state_layer_ids)
+        if self.num_hidden_layers != 1:
+            raise ValueError(
+                f"num_hidden_layers of an EAGLE-3 draft must be 1, got {self.num_hidden_layers}; deeper drafts are not "
+                "trained by hf-codraft."
+            )
+        if self.attention_bias or self.mlp_bias:
+            raise ValueError("attention_bias and mlp_bias of an EAGLE-3 draft must be false; it has no bias weights.")
+        if getattr(self, "sliding_window", None) is not None:
+            raise ValueError(
+                f"sliding_window ({self.sliding_window}) of an EAGLE-3 draft is not supported; its attention is trained full."
+            )
+        if not self.has_own_embeddings and self.target_hidden_size != self.hidden_size:
+            raise ValueError(
+                f"a draft of hidden size {self.hidden_size} cannot use the embeddings of a policy of hidden size "
+                f"{self.target_hidden_size}; give it its own (has_own_embeddings) or make the sizes equal."
+            )
+
+
+class _Rotary(LlamaRotaryEmbedding):
+    """transformers' rotary embedding whose inverse frequencies stay fp32 when the draft is cast to bf16."""
+
+    def _apply(self, fn, recurse=True):
+        inv_freq, original = self.inv_freq, self.original_inv_freq
+        super()._apply(fn, recurse)
+        if not inv_freq.is_meta:
+            self.inv_freq = inv_freq.to(self.inv_freq.device)
+            self.original_inv_freq = original.to(self.inv_freq.device)
+        return self
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: Eagle3DraftConfig):
+        super().__init__()
+        self.num_heads, self.num_kv_heads, self.head_dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        width = 2 * config.hidden_size  # embedding and state side by side
+        self.q_proj = nn.Linear(width, self.num_heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(width, self.num_kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(width, self.num_kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.num_heads * self.head_dim, config.hidden_size, bias=False)
+
+    def _heads(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (-1, self.head_dim))
+
+    def query(self, x_AC: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        q = self._heads(self.q_proj(x_AC))
+        return apply_rotary_pos_emb(q, q[:, :1], *rotary)[0]
+
+    def key_value(
+        self, x_TC: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = self._heads(self.k_proj(x_TC)), self._heads(self.v_proj(x_TC))
+        return apply_rotary_pos_emb(k[:, :1], k, *rotary)[1], v
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: Eagle3DraftConfig):
+        super().__init__()
+        self.norm_before_residual = config.norm_before_residual
+        self.self_attn = _Attention(config)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hidden_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def read(self, embedding: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What attention reads (`2 * hidden` wide) and the residual it is added to."""
+        normed = self.hidden_norm(state)
+        residual = normed if self.norm_before_residual else state
+        return torch.cat([self.input_layernorm(embedding), normed], -1), residual
+
+    def finish(self, residual: torch.Tensor, attended_AND: torch.Tensor) -> torch.Tensor:
+        residual = residual + self.self_attn.o_proj(attended_AND.flatten(1))
+        return residual + self.mlp(self.post_attention_layernorm(residual))
+
+
+class Eagle3Draft(PreTrainedModel):
+    """An EAGLE-3 draft that trains here and is served by vLLM under the same weight names.
+
+    It owns `fc`, one layer, the final norm and the head (with `d2t` and `t2d` when its vocabulary is reduced); it
+    borrows the policy's input embeddings.
+    """
+
+    config_class = Eagle3DraftConfig
+    base_model_prefix = ""
+
+    def __init__(self, config: Eagle3DraftConfig):
+        super().__init__(config)
+        taps_width = config.num_aux_hidden_states * config.target_hidden_size
+        self.fc = nn.Linear(taps_width, config.hidden_size, bias=False)
+        self.input_norm = LlamaRMSNorm(taps_width, config.rms_norm_eps) if config.norm_before_fc else None
+        self.fc_norm = (
+            nn.ModuleList(
+                LlamaRMSNorm(config.target_hidden_size, config.rms_norm_eps)
+                for _ in range(config.num_aux_hidden_states)
+            )
+            if config.fc_norm
+            else None
+        )
+        self.midlayer = _Layer(config)
+        self.norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
+        self.embed_tokens = None
+        if config.has_own_embeddings:
+            self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size).requires_grad_(False)
+        if self.has_reduced_vocab:
+            self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
+            self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
+        self.rotary_emb = _Rotary(config)
+        self.post_init()
+
+    @property
+    def has_reduced_vocab(self) -> bool:
+        return self.config.draft_vocab_size != self.config.vocab_size
+
+    @property
+    def is_vocab_open(self) -> bool:
+        """Whether the ids of a reduced vocabulary are still to be chosen (see [`set_vocabulary`])."""
+        return self.has_reduced_vocab and not bool(self.t2d.any())
+
+    @property
+    def tap_ids(self) -> tuple[int, ...]:
+        return tuple(self.config.eagle_aux_hidden_state_layer_ids)
+
+    @property
+    def kept_ids(self) -> torch.Tensor:
+        """Target ids of the draft's ids, `(draft_vocab,)`."""
+        ids = torch.arange(self.config.draft_vocab_size, device=self.lm_head.weight.device)
+        return ids + self.d2t if self.has_reduced_vocab else ids
+
+    @torch.no_grad()
+    def set_vocabulary(self, kept_ids: torch.Tensor, policy: PolicyWeights) -> None:
+        """Chooses the ids the draft proposes and starts its head from the policy's rows of them.
+
+        Args:
+            kept_ids (`torch.Tensor` of shape `(draft_vocab,)`, int64): ascending target ids.
+            policy ([`PolicyWeights`]): the policy whose head rows are copied.
+        """
+        if len(kept_ids) != self.config.draft_vocab_size:
+            raise ValueError(f"kept_ids must hold {self.config.draft_vocab_size} ids, got {len(kept_ids)}.")
+        kept_ids = kept_ids.to(self.lm_head.weight.device)
+        if self.has_reduced_vocab:
+            self.d2t.copy_(offsets(kept_ids))
+            self.t2d.copy_(kept_mask(kept_ids, self.config.vocab_size))
+        rows = policy.head_VH[kept_ids.to(policy.head_VH.device)]
+        if rows.shape[1] == self.config.hidden_size:
+            self.lm_head.weight.copy_(rows)
+
+    @torch.no_grad()
+    def init_from_policy(self, layer: dict[str, torch.Tensor], norm_weight: torch.Tensor) -> None:
+        """Starts the layer as the policy's last one and `fc` as the identity on the last tap.
+
+        Args:
+            layer (`dict[str, torch.Tensor]`): weights of the policy's last decoder layer by their Llama names;
+                a weight whose shape does not fit is left as it is.
+            norm_weight (`torch.Tensor` of shape `(hidden,)`): weight of the policy's final norm.
+        """
+        hidden = self.config.hidden_size
+        own = dict(self.midlayer.named_parameters())
+        for name, weight in layer.items():
+            if name.startswith("self_attn.") and name.split(".")[1] in ("q_proj", "k_proj", "v_proj"):
+                if name in own and weight.shape == (own[name].shape[0], hidden):
+                    own[name].zero_()
+                    own[name][:, hidden:] = weight  # reads the state, not yet the embedding
+            elif name in own and own[name].shape == weight.shape:
+                own[name].copy_(weight)
+        if norm_weight.shape == self.norm.weight.shape:
+            self.norm.weight.copy_(norm_weight)
+        if "input_layernorm.weight" in layer and layer["input_layernorm.weight"].shape == (hidden,):
+            self.midlayer.hidden_norm.weight.copy_(layer["input_layernorm.weight"])
+            self.midlayer.input_layernorm.weight.fill_(1.0)
+        if self.config.target_hidden_size == hidden:
+            self.fc.weight.zero_()
+            self.fc.weight[:, -hidden:] = torch.eye(hidden)
+
+    def combine_taps(self, taps_TX: torch.Tensor) -> torch.Tensor:
+        """The state of pass 1 from the policy's taps: `(tokens, hidden)`."""
+        if self.input_norm is not None:
+            taps_TX = self.input_norm(taps_TX)
+        if self.fc_norm is not None:
+            chunks = taps_TX.chunk(len(self.fc_norm), -1)
+            taps_TX = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], -1)
+        return self.fc(taps_TX)
+
+    def embed(self, token_ids: torch.Tensor, policy: PolicyWeights) -> torch.Tensor:
+        weight = policy.embedding_VH if self.embed_tokens is None else self.embed_tokens.weight
+        return F.embedding(token_ids, weight).to(self.fc.weight.dtype)
+
+    def forward(
+        self, batch: PackedBatch, policy: PolicyWeights, anchors_A: torch.Tensor, *, num_passes: int
+    ) -> torch.Tensor:
+        """The draft's states after its final norm, pass by pass: `(passes, anchors, hidden)`.
+
+        Args:
+            batch ([`PackedBatch`]): text and taps.
+            policy ([`PolicyWeights`]): lends the embeddings.
+            anchors_A (`torch.Tensor` of shape `(anchors,)`, int64): ascending trunk positions that draft.
+            num_passes (`int`): passes of the training-time test; the number of tokens drafted in serving.
+        """
+        layer, attention = self.midlayer, self.midlayer.self_attn
+        positions_T = batch.layout.position_ids_T
+        blocks = trunk_blocks(batch.layout, anchors_A.tolist())
+
+        def token_after(index: torch.Tensor, steps: int) -> torch.Tensor:
+            return batch.token_ids_T[(index + steps).clamp(max=len(batch.token_ids_T) - 1)]
+
+        everywhere_T = torch.arange(batch.layout.num_tokens, device=anchors_A.device)
+        state = self.combine_taps(batch.taps_TX.to(self.fc.weight.dtype))
+        read_TC, residual = layer.read(self.embed(token_after(everywhere_T, 1), policy), state)
+        cos_T, sin_T = (x[0] for x in self.rotary_emb(state, positions_T[None]))
+        trunk_k, trunk_v = attention.key_value(read_TC, (cos_T, sin_T))
+        q = attention.query(read_TC[anchors_A], (cos_T[anchors_A], sin_T[anchors_A]))
+        residual = residual[anchors_A]
+
+        branch_k: list[torch.Tensor] = []
+        branch_v: list[torch.Tensor] = []
+        outputs = []
+        for step in range(1, num_passes + 1):
+            if step > 1:
+                read, residual = layer.read(self.embed(token_after(anchors_A, step), policy), state)
+                rotary = tuple(x[0] for x in self.rotary_emb(state, (positions_T[anchors_A] + step - 1)[None]))
+                k, v = attention.key_value(read, rotary)
+                branch_k.append(k)
+                branch_v.append(v)
+                q = attention.query(read, rotary)
+            attended = branch_attention(
+                q, trunk_k, trunk_v, blocks=blocks, branch_k=branch_k, branch_v=branch_v, scale=attention.head_dim**-0.5
+            )
+            prenorm = layer.finish(residual, attended)
+            hidden = self.norm(prenorm)
+            outputs.append(hidden)
+            state = hidden if self.config.norm_output else prenorm
+        return torch.stack(outputs)
+
+    def compute_loss(
+        self,
+        batch: PackedBatch,
+        policy: PolicyWeights,
+        *,
+        num_passes: int,
+        temperature: float = 1.0,
+        loss_type: str = "kl",
+        pass_weights: tuple[float, ...] | None = None,
+        chunk_size: int | None = 512,
+    ) -> DraftLoss:
+        """Loss of the training-time test over every supervised position of a batch (see [`losses.draft_loss`]).
+
+        Anchor i is supervised in pass d where tokens i + 1 .. i + d + 1 all are (so no branch crosses a hole or a
+        segment border); the teacher is the policy's distribution at position i + d.
+        """
+        mask_KT = supervised_passes(batch, num_passes)
+        anchors_A = mask_KT[0].nonzero()[:, 0]
+        hidden_KAH = self(batch, policy, anchors_A, num_passes=num_passes)
+        steps_K1 = torch.arange(1, num_passes + 1, device=anchors_A.device)[:, None]
+        last = max(batch.layout.num_tokens - 1, 0)
+        index_KA = (anchors_A + steps_K1).clamp(max=last)
+        mask_KA = mask_KT[:, anchors_A]
+        target_ids_KA = batch.token_ids_T[(index_KA + 1).clamp(max=last)]
+        kept_ids = self.kept_ids
+        teacher = Teacher(
+            batch.hidden_TH.to(policy.head_VH.dtype),
+            policy.head_VH[kept_ids] if self.has_reduced_vocab else policy.head_VH,
+            None if policy.head_bias_V is None else policy.head_bias_V[kept_ids],
+            temperature=temperature,
+            scale=policy.logit_scale,
+            softcap=policy.logit_softcap,
+        )
+        token_ids_KA = target_ids_KA
+        num_covered = mask_KA[0].sum()
+        if self.has_reduced_vocab:
+            num_covered = (mask_KA[0] & self.t2d[target_ids_KA[0]]).sum()
+            token_ids_KA = torch.searchsorted(kept_ids, target_ids_KA).clamp(max=len(kept_ids) - 1)
+            if loss_type == "ce":  # a token outside the draft's vocabulary has no cross-entropy
+                mask_KA = mask_KA & self.t2d[target_ids_KA]
+        loss = draft_loss(
+            hidden_KAH,
+            self.lm_head.weight,
+            teacher=teacher,
+            index_KA=index_KA,
+            token_ids_KA=token_ids_KA,
+            mask_KA=mask_KA,
+            loss_type=loss_type,
+            pass_weights=pass_weights,
+            chunk_size=chunk_size,
+        )
+        return replace(loss, num_covered=num_covered)
+
+    def serving_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every tensor that vLLM's drafter takes, by checkpoint name."""
+        for name, tensor in self.state_dict().items():
+            if name != "t2d":
+                yield name, tensor
+
+    def check_vocabulary(self) -> None:
+        """Raises a `ValueError` where `d2t` does not map into the policy's vocabulary."""
+        if self.has_reduced_vocab:
+            check_mapping(self.d2t, self.config.vocab_size)
+
+
+def supervised_passes(batch: PackedBatch, num_passes: int) -> torch.Tensor:
+    """Which trunk positions are supervised in which pass: `(passes, tokens)`, bool."""
+    tokens = batch.layout.num_tokens
+    position_T = torch.arange(tokens, device=batch.supervised_T.device)
+    end_T = torch.zeros_like(position_T)
+    for start, end in batch.layout.segments:
+        end_T[start:end] = end
+    rows = []
+    alive_T = torch.ones_like(batch.supervised_T)
+    for step in range(1, num_passes + 2):
+        inside_T = position_T + step < end_T
+        alive_T = alive_T & inside_T & batch.supervised_T[(position_T + step).clamp(max=max(tokens - 1, 0))]
+        rows.append(alive_T)
+    return torch.stack(rows[1:])  # the token i + 1 itself is an input, not a prediction

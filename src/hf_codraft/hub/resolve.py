@@ -1,0 +1,123 @@
+"""From what a user passes as `draft` to a draft that fits the policy."""
+
+import warnings
+from pathlib import Path
+from typing import Protocol
+
+from hf_codraft.drafts.eagle3 import Eagle3Draft, Eagle3DraftConfig, default_tap_ids
+from hf_codraft.hub.checkpoint import load_draft
+from hf_codraft.policy.anatomy import PolicyAnatomy
+from hf_codraft.taps.recorder import TapSpec
+
+FAMILIES = ("eagle3",)
+
+
+class DraftOptions(Protocol):
+    """The settings of a fresh draft, as `CoDraftGRPOConfig` has them."""
+
+    draft_vocab_size: int | None
+    draft_tap_layers: list[int] | None
+    draft_warmup_rollouts: int
+
+
+def resolve_draft(source: "str | Path | Eagle3Draft", anatomy: PolicyAnatomy, options: DraftOptions) -> Eagle3Draft:
+    """Makes, loads or takes over a draft and checks it against the policy.
+
+    Raises:
+        ValueError: if it does not fit the policy, or a fresh reduced draft has no rollouts to choose its vocabulary from.
+    """
+    if isinstance(source, Eagle3Draft):
+        draft = source
+    elif source in FAMILIES:
+        return fresh_eagle3(anatomy, options)
+    elif isinstance(source, (str, Path)):
+        draft = load_draft(source)
+    else:
+        raise ValueError(f"draft must be one of {FAMILIES}, a folder, a Hub id or an Eagle3Draft, got {type(source)}.")
+    for name in ("draft_vocab_size", "draft_tap_layers"):
+        if getattr(options, name) is not None:
+            warnings.warn(f"{name} has no effect on a draft that exists; its own is used.", stacklevel=4)
+    check_fit(draft, anatomy)
+    return draft
+
+
+def fresh_eagle3(anatomy: PolicyAnatomy, options: DraftOptions) -> Eagle3Draft:
+    """An EAGLE-3 draft shaped like the policy's layers, started from its last one."""
+    config = anatomy.model.config.get_text_config()
+    vocab_size = anatomy.model.get_input_embeddings().weight.shape[0]
+    tap_ids = tuple(options.draft_tap_layers or default_tap_ids(anatomy.num_layers))
+    TapSpec(tap_ids, anatomy.num_layers)
+    if options.draft_vocab_size is not None and not 1 <= options.draft_vocab_size <= vocab_size:
+        raise ValueError(f"draft_vocab_size ({options.draft_vocab_size}) must be in 1..{vocab_size}, the policy's vocabulary.")
+    if options.draft_vocab_size not in (None, vocab_size) and options.draft_warmup_rollouts == 0:
+        raise ValueError(
+            f"draft_vocab_size ({options.draft_vocab_size}) is below the policy's vocabulary ({vocab_size}), and the ids are "
+            "chosen from the policy's own rollouts: set draft_warmup_rollouts (a few hundred), pass a draft that exists, or "
+            "leave draft_vocab_size out."
+        )
+    draft = Eagle3Draft(
+        Eagle3DraftConfig(
+            vocab_size=vocab_size,
+            draft_vocab_size=options.draft_vocab_size or vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_hidden_layers=1,
+            num_attention_heads=config.num_attention_heads,
+            num_key_value_heads=config.num_key_value_heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            max_position_embeddings=config.max_position_embeddings,
+            rms_norm_eps=config.rms_norm_eps,
+            rope_parameters=_rope_parameters(config),
+            eagle_aux_hidden_state_layer_ids=list(tap_ids),
+            bos_token_id=config.bos_token_id,
+            eos_token_id=config.eos_token_id,
+            pad_token_id=config.pad_token_id,
+        )
+    ).float()
+    draft.init_from_policy(anatomy.last_layer_weights(), anatomy.decoder.norm.weight)
+    if not draft.has_reduced_vocab:
+        draft.set_vocabulary(draft.kept_ids, anatomy.weights())
+    return draft
+
+
+def _rope_parameters(config) -> dict:
+    rope = dict(config.rope_parameters)
+    rope = dict(rope.get("full_attention", rope))  # models that give each kind of layer its own
+    rope.pop("partial_rotary_factor", None)  # the draft rotates whole heads
+    return rope
+
+
+def check_fit(draft: Eagle3Draft, anatomy: PolicyAnatomy) -> None:
+    """Completes a draft's tap ids and positions from the policy.
+
+    Raises:
+        ValueError: where hidden size, vocabulary or tap ids do not fit, naming both numbers.
+    """
+    config, policy = draft.config, anatomy.model.config.get_text_config()
+    vocab_size = anatomy.model.get_input_embeddings().weight.shape[0]
+    if config.target_hidden_size != policy.hidden_size:
+        raise ValueError(
+            f"the draft reads hidden states of size {config.target_hidden_size}, but the policy's are {policy.hidden_size}: "
+            "it was trained for another model."
+        )
+    if config.vocab_size != vocab_size:
+        raise ValueError(
+            f"the draft is for a vocabulary of {config.vocab_size}, but the policy's is {vocab_size}: it was trained for "
+            "another tokenizer."
+        )
+    draft.check_vocabulary()
+    if config.eagle_aux_hidden_state_layer_ids is None:
+        config.eagle_aux_hidden_state_layer_ids = list(default_tap_ids(anatomy.num_layers))
+    if len(config.eagle_aux_hidden_state_layer_ids) != config.num_aux_hidden_states:
+        raise ValueError(
+            f"the draft's fc reads {config.num_aux_hidden_states} hidden states, but it names the layers "
+            f"{config.eagle_aux_hidden_state_layer_ids}."
+        )
+    TapSpec(tuple(config.eagle_aux_hidden_state_layer_ids), anatomy.num_layers)
+    if config.max_position_embeddings < policy.max_position_embeddings:
+        warnings.warn(
+            f"the draft's max_position_embeddings is raised from {config.max_position_embeddings} to the policy's "
+            f"{policy.max_position_embeddings}; below it, positions would be clamped and nothing accepted past it.",
+            stacklevel=5,
+        )
+        config.max_position_embeddings = policy.max_position_embeddings

@@ -1,0 +1,117 @@
+"""Where the parts of a Hugging Face causal LM are, whatever wraps it.
+
+Legend: V vocabulary, H hidden width.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_codraft.taps.packed import PolicyWeights
+
+
+def unwrap_peft(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside a PEFT model (or the model itself); adapters stay in place."""
+    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
+
+
+@torch.no_grad()
+def effective_weight(module: nn.Module) -> torch.Tensor:
+    """The weight that `module` multiplies by, with active LoRA deltas added and `modules_to_save` looked through."""
+    if hasattr(module, "modules_to_save"):
+        active = module.active_adapters[0] if hasattr(module, "active_adapters") else module.active_adapter
+        return module.modules_to_save[active].weight.detach()
+    if hasattr(module, "base_layer"):
+        weight = module.base_layer.weight.detach()
+        if module.merged or module.disable_adapters:
+            return weight
+        for adapter in module.active_adapters:
+            if adapter in module.lora_A or adapter in module.lora_embedding_A:
+                weight = weight + module.get_delta_weight(adapter).to(weight.dtype)
+        return weight
+    return module.weight.detach()
+
+
+@dataclass(frozen=True)
+class PolicyAnatomy:
+    """The parts of a causal LM that co-training touches; made by [`PolicyAnatomy.of`], read by trainer and warm start.
+
+    Args:
+        model (`PreTrainedModel`): the transformers model, out of PEFT.
+        decoder (`nn.Module`): its backbone, with `layers`, `norm` and `embed_tokens`.
+    """
+
+    model: PreTrainedModel
+    decoder: nn.Module
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "PolicyAnatomy":
+        """Finds the parts.
+
+        Raises:
+            ValueError: if the model is not a decoder-only LM with `layers`, `norm`, `embed_tokens` and an output head.
+        """
+        model = unwrap_peft(model)
+        decoder = getattr(model, "model", None)
+        missing = [name for name in ("layers", "norm", "embed_tokens") if not hasattr(decoder, name)]
+        if decoder is None or missing or model.get_output_embeddings() is None:
+            raise ValueError(
+                f"model ({type(model).__name__}) is not a decoder-only language model with model.layers, model.norm, "
+                f"model.embed_tokens and an output head (missing: {missing or ['output head']}); co-training needs them. "
+                "Pass a causal LM of the Llama, Qwen, Mistral, Gemma or a like family."
+            )
+        return cls(model, decoder)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.decoder.layers)
+
+    @property
+    def head(self) -> nn.Module:
+        return self.model.get_output_embeddings()
+
+    @property
+    def logit_scale(self) -> float:
+        config = self.model.config.get_text_config()
+        if getattr(config, "logits_scaling", None):  # Granite divides
+            return 1.0 / config.logits_scaling
+        return getattr(config, "logit_scale", None) or 1.0  # Cohere multiplies
+
+    @property
+    def logit_softcap(self) -> float | None:
+        return getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
+
+    def last_layer_weights(self) -> dict[str, torch.Tensor]:
+        """Weights of the last decoder layer by plain (adapter-free) name, as a draft is started from."""
+        return {
+            name.replace(".base_layer", ""): parameter.detach()
+            for name, parameter in self.decoder.layers[-1].named_parameters()
+            if "lora_" not in name
+        }
+
+    @torch.no_grad()
+    def weights(self) -> PolicyWeights:
+        """The live embeddings and head as plain detached tensors; shards of FSDP2 are gathered.
+
+        Under DeepSpeed ZeRO-3 the caller gathers [`borrowed_parameters`] around this call.
+        """
+        embedding = _whole(effective_weight(self.model.get_input_embeddings()))
+        head = _whole(effective_weight(self.head))
+        bias = getattr(self.head, "bias", None)
+        return PolicyWeights(
+            embedding,
+            head,
+            None if bias is None else _whole(bias.detach()),
+            logit_scale=self.logit_scale,
+            logit_softcap=self.logit_softcap,
+        )
+
+    def borrowed_parameters(self) -> list[nn.Parameter]:
+        """Parameters that [`weights`] reads, for a gathering context."""
+        return [*self.model.get_input_embeddings().parameters(), *self.head.parameters()]
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

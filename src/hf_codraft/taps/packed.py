@@ -1,0 +1,51 @@
+"""What a draft learns from: a packed row of text with the policy's view of it.
+
+Legend: T packed tokens, X concatenated taps, H hidden width, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from hf_codraft.attention.layout import PackedLayout
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """One packed row of text with what the policy thought of it; made by `policy.packing`, read by drafts.
+
+    Every tensor is detached from the policy: no gradient of a draft's loss can reach it.
+
+    Args:
+        layout ([`PackedLayout`]): where each document of the row lies.
+        token_ids_T (`torch.Tensor` of shape `(tokens,)`, int64): the text.
+        supervised_T (`torch.Tensor` of shape `(tokens,)`, bool): tokens that the policy itself sampled (and, in a
+            warm start, any token that may be learnt from). A draft is never asked to predict another one.
+        taps_TX (`torch.Tensor` of shape `(tokens, taps * hidden)`): the policy's tapped hidden states.
+        hidden_TH (`torch.Tensor` of shape `(tokens, hidden)`): its hidden states after the final norm.
+    """
+
+    layout: PackedLayout
+    token_ids_T: torch.Tensor
+    supervised_T: torch.Tensor
+    taps_TX: torch.Tensor
+    hidden_TH: torch.Tensor
+
+
+@dataclass(frozen=True)
+class PolicyWeights:
+    """The policy's live tensors that a draft borrows, detached; made by `policy.anatomy`, read by drafts.
+
+    Args:
+        embedding_VH (`torch.Tensor` of shape `(vocab, hidden)`): input embeddings, adapters merged.
+        head_VH (`torch.Tensor` of shape `(vocab, hidden)`): output head, adapters merged; may be the same tensor.
+        head_bias_V (`torch.Tensor` of shape `(vocab,)`, *optional*): bias of the head.
+        logit_scale (`float`): factor of the logits.
+        logit_softcap (`float`, *optional*): cap of the logits.
+    """
+
+    embedding_VH: torch.Tensor
+    head_VH: torch.Tensor
+    head_bias_V: torch.Tensor | None = None
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None

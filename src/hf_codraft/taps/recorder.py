@@ -1,0 +1,124 @@
+"""Captures a policy's hidden states while a context is open, and only then.
+
+Legend: B rows, S padded length, H hidden width.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+
+@dataclass(frozen=True)
+class TapSpec:
+    """Which hidden states a draft reads; made by the draft's config, read by recorders.
+
+    Args:
+        tap_ids (`tuple[int, ...]`): id j is the residual stream after j decoder layers (before the final norm), id 0
+            the output of the embeddings: vLLM's convention and HF's `hidden_states[j]` but for the last, which HF
+            returns after the norm.
+        num_layers (`int`): decoder layers of the policy.
+    """
+
+    tap_ids: tuple[int, ...]
+    num_layers: int
+
+    def __post_init__(self) -> None:
+        if not self.tap_ids:
+            raise ValueError("draft_tap_layers must name at least one layer.")
+        for tap_id in self.tap_ids:
+            if not 0 <= tap_id <= self.num_layers:
+                raise ValueError(
+                    f"draft_tap_layers ({list(self.tap_ids)}) must lie in 0..{self.num_layers}: id j is the hidden state "
+                    f"after j of the policy's {self.num_layers} layers; got {tap_id}. (DFlash's target_layer_ids are "
+                    "smaller by one.)"
+                )
+
+
+@dataclass(frozen=True)
+class Taps:
+    """Hidden states of one forward, detached; made by [`TapRecorder`], read by `policy.packing`.
+
+    Args:
+        hidden_states (`tuple[torch.Tensor, ...]` of shape `(rows, length, hidden)`): one per tap id, in their order.
+        final_BSH (`torch.Tensor` of shape `(rows, length, hidden)`): after the final norm, what the head reads.
+    """
+
+    hidden_states: tuple[torch.Tensor, ...]
+    final_BSH: torch.Tensor
+
+
+def _first_tensor(output: object) -> torch.Tensor:
+    tensor = output[0] if isinstance(output, tuple) else output
+    assert isinstance(tensor, torch.Tensor)
+    return tensor.detach()
+
+
+class TapRecorder:
+    """Forward hooks on decoder layers that exist only while [`recording`] is open.
+
+    Opened around the training loss alone, it sees neither the log-prob forwards nor the recomputation of gradient
+    checkpointing (which runs in the backward, when it is closed again).
+
+    Args:
+        layers (`Sequence[nn.Module]`): the policy's decoder layers in order.
+        final_norm (`nn.Module`): the norm before the head.
+        spec ([`TapSpec`]): what to capture.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module], final_norm: nn.Module, spec: TapSpec):
+        self.layers = layers
+        self.final_norm = final_norm
+        self.spec = spec
+        self._captured: dict[object, list[torch.Tensor]] = {}
+
+    def _keep(self, key: object, tensor: torch.Tensor) -> None:
+        self._captured.setdefault(key, []).append(tensor)
+
+    def _hook(self, tap_id: int) -> RemovableHandle:
+        if tap_id == 0:
+
+            def before(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+                self._keep(0, _first_tensor(args[0] if args else kwargs["hidden_states"]))
+
+            return self.layers[0].register_forward_pre_hook(before, with_kwargs=True)
+
+        def after(module: nn.Module, args: object, output: object) -> None:
+            self._keep(tap_id, _first_tensor(output))
+
+        return self.layers[tap_id - 1].register_forward_hook(after)
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Captures every forward that runs inside; read them with [`take`] afterwards."""
+        self._captured.clear()
+
+        def after_norm(module: nn.Module, args: object, output: object) -> None:
+            self._keep("final", _first_tensor(output))
+
+        handles = [self._hook(tap_id) for tap_id in dict.fromkeys(self.spec.tap_ids)]
+        handles.append(self.final_norm.register_forward_hook(after_norm))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def take(self) -> Taps:
+        """Hands over what was captured and forgets it; several forwards are joined along their rows.
+
+        Raises:
+            RuntimeError: if no forward ran while recording, or a layer was skipped in one.
+        """
+        captured, self._captured = self._captured, {}
+        lists = [captured.get(key, []) for key in (*self.spec.tap_ids, "final")]
+        if not lists[-1] or any(len(x) != len(lists[-1]) for x in lists):
+            raise RuntimeError(
+                f"taps {list(self.spec.tap_ids)} and the final norm were seen {[len(x) for x in lists]} times; each must "
+                "run once in every forward. Was the model replaced or compiled after the trainer was built?"
+            )
+        joined = [x[0] if len(x) == 1 else torch.cat(x) for x in lists]
+        return Taps(tuple(joined[:-1]), joined[-1])

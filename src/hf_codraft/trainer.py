@@ -1,0 +1,352 @@
+"""GRPO whose rollouts are drafted, and whose draft learns beside the policy.
+
+The story of a step, top to bottom:
+
+1. rollout: TRL asks the engine, the draft guesses, the policy verifies (`serving.engine`).
+2. policy step: TRL's own loss and backward; taps listen to this one forward (`taps.recorder`).
+3. draft step: the padded rows become packed ones, the draft is compared with the policy and updated (`drafts.learner`).
+4. refit: policy and draft reach the engine before the next rollout (`serving.refit`).
+5. save: a draft that vLLM loads, beside TRL's checkpoint (`hub.checkpoint`).
+
+The policy's loss, gradient, clip and update are computed by TRL on the tensors it would have without a draft: its
+weights stay the same bit for bit on the same rollouts.
+"""
+
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import ProcessorMixin, TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl import GRPOTrainer
+from trl.distributed import DistributedBackend
+
+from hf_codraft._compat import check_version
+from hf_codraft._optional import require
+from hf_codraft.config import DEFAULT_SPECULATIVE_TOKENS, CoDraftGRPOConfig, check_speculation
+from hf_codraft.drafts.eagle3 import Eagle3Draft
+from hf_codraft.drafts.learner import DraftLearner, DraftStep
+from hf_codraft.hub.checkpoint import (
+    last_complete_checkpoint,
+    load_training_state,
+    push_draft,
+    save_draft,
+    save_training_checkpoint,
+)
+from hf_codraft.hub.resolve import resolve_draft
+from hf_codraft.policy.anatomy import PolicyAnatomy
+from hf_codraft.policy.packing import pack_completions
+from hf_codraft.taps.packed import PolicyWeights
+from hf_codraft.taps.recorder import TapRecorder, TapSpec
+from hf_codraft.warmup import warm_up
+
+DRAFT_FOLDER = "draft"
+
+
+class CoDraftGRPOTrainer(GRPOTrainer):
+    """`GRPOTrainer` with speculative rollouts by a draft that is trained together with the policy.
+
+    Takes everything `GRPOTrainer` takes; with `draft=None` it is `GRPOTrainer`.
+
+    Args:
+        model, reward_funcs, args and all others: of `GRPOTrainer`; `args` is a [`CoDraftGRPOConfig`].
+        draft (`str` or [`Eagle3Draft`], *optional*):
+            `"eagle3"` for a fresh draft, a local path or a Hub id of one that exists, or a draft object.
+
+    Raises:
+        ValueError: if the draft does not fit the policy, or a setting cannot work with speculation.
+        ImportError: if an installed version of trl, transformers or vllm is not supported.
+    """
+
+    _name = "CoDraft GRPO"
+
+    def __init__(self, model, reward_funcs=None, args: CoDraftGRPOConfig | None = None, *, draft=None, **kwargs):
+        for package in ("trl", "transformers", "accelerate"):
+            check_version(package)
+        if args is None:
+            name = model if isinstance(model, str) else model.config._name_or_path
+            args = CoDraftGRPOConfig(f"{name.split('/')[-1]}-GRPO")
+        if not isinstance(args, CoDraftGRPOConfig):
+            raise ValueError(f"args must be a CoDraftGRPOConfig (all GRPOConfig fields and the draft's), got {type(args)}.")
+        self.draft: Eagle3Draft | None = None
+        self.learner: DraftLearner | None = None
+        self._draft_source = draft
+        self._seconds: Counter[str] = Counter()
+        self._pending: dict[str, torch.Tensor] | None = None
+        self._is_warm = False
+        self._check_arguments(args, draft, kwargs.get("processing_class"))
+        with self._engine(args):
+            super().__init__(model, reward_funcs, args, **kwargs)
+        if draft is not None:
+            if self.draft is None:
+                self._build_draft(self.model)
+            self._build_learner()
+        self.add_callback(_StepClock(self))
+
+    def _check_arguments(self, args: CoDraftGRPOConfig, draft: Any, processing_class: Any) -> None:
+        if draft is None:
+            without_effect = args.draft_fields_set()
+            if "num_speculative_tokens" in without_effect:
+                raise ValueError(
+                    f"num_speculative_tokens={args.num_speculative_tokens} needs a draft, and draft is None. Pass "
+                    "draft='eagle3' (or a path, a Hub id, a draft), or leave num_speculative_tokens out."
+                )
+            if without_effect:
+                warnings.warn(f"draft is None, so these settings have no effect: {without_effect}.", stacklevel=3)
+            return
+        if isinstance(processing_class, ProcessorMixin):
+            raise ValueError("draft needs a text-only policy; got a multimodal processing_class. Pass draft=None.")
+        if args.use_vllm:
+            check_speculation(args)
+        else:
+            warnings.warn(
+                "use_vllm=False: the draft is trained, but nothing speculates, so rollouts are no faster. Set use_vllm=True.",
+                stacklevel=3,
+            )
+
+    @contextmanager
+    def _engine(self, args: CoDraftGRPOConfig) -> Iterator[None]:
+        """While open, TRL builds our engine instead of its own."""
+        if not args.use_vllm or args.vllm_mode != "colocate":
+            yield
+            return
+        require("vllm", extra="vllm")
+        check_version("vllm")
+        from hf_codraft.serving.engine import CoDraftVLLMGeneration, Speculation, rollout_engine
+
+        speculation = None
+        if self._draft_source is not None:
+            tokens = args.num_speculative_tokens or DEFAULT_SPECULATIVE_TOKENS
+            speculation = Speculation(self._build_draft, tokens, args.draft_sample_method)
+        with rollout_engine(speculation, args.engine_dtype):
+            yield
+        if not isinstance(self.vllm_generation, CoDraftVLLMGeneration):
+            raise RuntimeError("TRL did not build its engine through VLLMGeneration; see hf_codraft._compat.SUPPORTED.")
+
+    def _build_draft(self, model: torch.nn.Module) -> Eagle3Draft:
+        self.anatomy = PolicyAnatomy.of(model)
+        # transformers draws initial weights from the global generator, which the policy's own run must find untouched
+        with torch.random.fork_rng():
+            torch.manual_seed(self.args.seed)
+            with DistributedBackend(self.accelerator).gather_params(self.anatomy.borrowed_parameters()):
+                self.draft = resolve_draft(self._draft_source, self.anatomy, self.args)
+        self.draft = self.draft.to(self.accelerator.device, torch.float32)
+        spec = TapSpec(self.draft.tap_ids, self.anatomy.num_layers)
+        self._recorder = TapRecorder(self.anatomy.decoder.layers, self.anatomy.decoder.norm, spec)
+        return self.draft
+
+    def _build_learner(self) -> None:
+        args = self.args
+        self.learner = DraftLearner(
+            self.draft,
+            num_passes=args.num_speculative_tokens or DEFAULT_SPECULATIVE_TOKENS,
+            learning_rate=args.draft_learning_rate,
+            weight_decay=args.draft_weight_decay,
+            max_grad_norm=args.draft_max_grad_norm,
+            loss_type=args.draft_loss_type,
+            pass_weights=tuple(args.ttt_pass_weights) if args.ttt_pass_weights else None,
+            temperature=args.draft_temperature,
+            chunk_size=args.draft_loss_chunk_size,
+            loss_weight=args.draft_loss_weight,
+            scheduler=args.draft_lr_scheduler_type,
+            scheduler_steps=args.max_steps if args.max_steps > 0 else None,
+            warmup_steps=args.draft_warmup_steps,
+            autocast=self.accelerator.autocast,
+        )
+
+    @property
+    def _trains_draft(self) -> bool:
+        """Whether the optimizer step that is under way updates the draft."""
+        if self.learner is None or self.args.freeze_draft or self.args.draft_loss_weight == 0:
+            return False
+        return self.state.global_step % self.args.draft_update_every == 0
+
+    # 1. Rollout
+
+    def _generate(self, prompts: list):
+        started = time.perf_counter()
+        output = super()._generate(prompts)
+        if self.use_vllm and self.vllm_mode == "colocate":
+            self._log_rollouts(len(prompts))
+        else:
+            self._seconds["generate"] += time.perf_counter() - started
+        return output
+
+    def _log_rollouts(self, num_rows: int) -> None:
+        rollouts = self.vllm_generation.take_rollouts()
+        self._seconds["generate"] += rollouts.generate_s
+        self._seconds["refit"] += rollouts.refit_s
+        if self.draft is None:
+            return
+        from hf_codraft.serving.acceptance import Acceptance
+
+        histogram = torch.zeros(self.learner.num_passes + 1, dtype=torch.long, device=self.accelerator.device)
+        local = Acceptance.total(rollouts.rows).histogram
+        histogram[: len(local)] = torch.tensor(local, dtype=torch.long)
+        total = Acceptance(tuple(self.accelerator.reduce(histogram).tolist()))
+        metrics = self._metrics["train" if self.model.training else "eval"]
+        metrics["draft/accept_length"].append(total.accept_length)
+        for position, rate in enumerate(total.accept_rates):
+            metrics[f"draft/accept_rate/pos_{position}"].append(rate)
+        metrics["refit/version"] = [float(self.vllm_generation.version)]
+        if len(rollouts.rows) == num_rows:  # tool calls generate a row in several turns, whose order TRL keeps to itself
+            self._log_completion_extra("accept_length", [row.accept_length for row in rollouts.rows])
+
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        started = time.perf_counter()
+        output = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            self._seconds["logprob"] += time.perf_counter() - started
+        return output
+
+    # 2. Policy step
+
+    def _prepare_inputs(self, generation_batch):
+        started = time.perf_counter()
+        inputs = super()._prepare_inputs(generation_batch)
+        self._seconds["prepare"] += time.perf_counter() - started
+        return inputs
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        listens = self.model.training and self._trains_draft
+        with self._recorder.recording() if listens else nullcontext():
+            loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        self._pending = inputs if listens else None
+        return loss
+
+    def training_step(self, model, inputs, num_items_in_batch):
+        started, prepared = time.perf_counter(), self._seconds["prepare"]
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self._seconds["policy"] += time.perf_counter() - started - (self._seconds["prepare"] - prepared)
+        if self._pending is not None:
+            self._draft_step()
+        return loss
+
+    # 3. Draft step
+
+    def _draft_step(self) -> None:
+        """Adds this piece of the batch to the draft's gradient, and updates the draft where the policy is updated."""
+        started = time.perf_counter()
+        batch = pack_completions(self._pending, self._recorder.take())
+        self._pending = None
+        self.learner.accumulate(batch, self._policy_weights())
+        if self.accelerator.sync_gradients:
+            self._log_draft_step(self.learner.step())
+        self._seconds["draft"] += time.perf_counter() - started
+
+    def _policy_weights(self) -> PolicyWeights:
+        with self._dist.gather_params(self.anatomy.borrowed_parameters()):
+            return self.anatomy.weights()
+
+    def _log_draft_step(self, step: DraftStep) -> None:
+        metrics = self._metrics["train"]
+        metrics["draft/skipped_steps"] = [float(self.learner.num_skipped)]
+        if step.is_skipped or step.num_supervised == 0:
+            return
+        metrics["draft/loss"].append(step.loss)
+        metrics["draft/grad_norm"].append(step.grad_norm)
+        metrics["draft/learning_rate"] = [self.learner.lr_scheduler.get_last_lr()[0]]
+        metrics["draft/vocab_coverage"].append(step.vocab_coverage)
+        for number, (loss, accept) in enumerate(zip(step.loss_passes, step.accept_passes, strict=True), start=1):
+            metrics[f"draft/loss_pass_{number}"].append(loss)
+            metrics[f"draft/expected_accept/pass_{number}"].append(accept)
+
+    # Around the steps
+
+    def train(self, resume_from_checkpoint=None, **kwargs):
+        """`Trainer.train`, after the draft's warm start; `resume_from_checkpoint=True` takes the last complete checkpoint."""
+        if resume_from_checkpoint is True and self.draft is not None:
+            resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir)
+            if resume_from_checkpoint is None:
+                raise ValueError(f"no complete checkpoint with a draft was found in {self.args.output_dir}.")
+        if not resume_from_checkpoint:
+            self.warm_up_draft()
+        output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        if self.draft is not None and self.args.save_strategy != "no":
+            self._save_draft(Path(self.args.output_dir))
+        return output
+
+    def warm_up_draft(self) -> None:
+        """Starts the draft on rollouts of the policy (`draft_warmup_rollouts` of them); does nothing the second time."""
+        if self.draft is None or self._is_warm or self.args.draft_warmup_rollouts == 0:
+            return
+        warm_up(self)
+        self._is_warm = True
+        if self.use_vllm:
+            self._last_loaded_step = -1  # the engine still has the cold draft
+
+    # 5. Save
+
+    def _save_checkpoint(self, model, trial):
+        # The draft goes first: the folder counts as complete only with trainer_state.json, which transformers writes last,
+        # before it deletes older checkpoints.
+        if self.draft is not None and self.args.should_save:
+            run_folder = Path(self._get_output_dir(trial=trial))
+            folder = run_folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}" / DRAFT_FOLDER
+            save_training_checkpoint(self.draft, folder, self._training_state(), base_model=self._base_model)
+        super()._save_checkpoint(model, trial)
+
+    def _training_state(self) -> dict[str, Any]:
+        version = self.vllm_generation.version if self.use_vllm and self.vllm_mode == "colocate" else 0
+        return {"learner": self.learner.state_dict(), "refit_version": version, "seed": self.args.seed}
+
+    def _load_optimizer_and_scheduler(self, checkpoint):
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is None or self.draft is None:
+            return
+        state = load_training_state(self.draft, Path(checkpoint) / DRAFT_FOLDER)
+        self.learner.load_state_dict(state["learner"])
+        self._is_warm = True
+        if self.use_vllm:
+            self.vllm_generation.version = state["refit_version"]
+            self._last_loaded_step = -1
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves the policy, and the draft in its folder `draft/` in the form that vLLM loads."""
+        super().save_model(output_dir, _internal_call)
+        if self.draft is not None and not _internal_call:  # checkpoints have theirs already
+            self._save_draft(Path(output_dir or self.args.output_dir))
+
+    def _save_draft(self, folder: Path) -> None:
+        if self.args.should_save:
+            save_draft(self.draft, folder / DRAFT_FOLDER, base_model=self._base_model)
+
+    @property
+    def _base_model(self) -> str:
+        return self.anatomy.model.config._name_or_path
+
+    def push_draft_to_hub(self, repo_id: str, **kwargs) -> str:
+        """Saves the draft, then uploads it with its card; returns the address of the commit.
+
+        Raises:
+            RuntimeError: if the upload failed; the draft lies in the folder that the message names.
+        """
+        if self.draft is None:
+            raise ValueError("there is no draft to push: the trainer was made with draft=None.")
+        self._save_draft(Path(self.args.output_dir))
+        return push_draft(Path(self.args.output_dir) / DRAFT_FOLDER, repo_id, **kwargs)
+
+
+class _StepClock(TrainerCallback):
+    """Adds the policy's optimizer to its time, and logs where the seconds of a step went."""
+
+    def __init__(self, trainer: CoDraftGRPOTrainer):
+        self.trainer = trainer
+        self.started = 0.0
+
+    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+        self.started = time.perf_counter()
+
+    def on_optimizer_step(self, args, state, control, **kwargs):
+        self.trainer._seconds["policy"] += time.perf_counter() - self.started
+
+    def on_step_end(self, args, state, control, **kwargs):
+        seconds, self.trainer._seconds = self.trainer._seconds, Counter()
+        if self.trainer.draft is not None:
+            for phase in ("generate", "logprob", "policy", "draft", "refit"):
+                self.trainer._metrics["train"][f"time/{phase}"].append(seconds[phase])
