@@ -16,6 +16,7 @@ _REFUSED_SAMPLING = {
     "structured_outputs": "the draft does not follow the grammar, so the distribution is not the constrained one",
     "guided_decoding": "the draft does not follow the grammar, so the distribution is not the constrained one",
     "logits_processors": "vLLM ignores it under speculation",
+    "trace_decode_token_ids": "vLLM rejects it under speculation",
     "n": "TRL asks for one completion a prompt",
 }
 # Anything that accepts drafted tokens the policy would not have sampled.
@@ -146,9 +147,9 @@ class CoDraftGRPOConfig(GRPOConfig):
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
         for name in (
             "draft_loss_weight", "draft_learning_rate", "draft_weight_decay", "draft_max_grad_norm", "draft_warmup_rollouts",
-            "draft_warmup_steps",
+            "draft_warmup_steps", "draft_warmup_learning_rate",
         ):  # fmt: skip
-            if getattr(self, name) < 0:
+            if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}.")
         self.draft_temperature  # noqa: B018  (raises where it cannot be read)
 
@@ -161,7 +162,7 @@ class CoDraftGRPOConfig(GRPOConfig):
             temperature = float(self.draft_teacher_temperature)
         except ValueError:
             temperature = 0.0
-        if temperature <= 0:
+        if not 0 < temperature < float("inf"):
             raise ValueError(
                 f"draft_teacher_temperature must be 'rollout' or a number above 0, got {self.draft_teacher_temperature!r}."
             )

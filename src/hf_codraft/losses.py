@@ -7,6 +7,7 @@ Everything is returned as sums and counts, so that splitting a batch over ranks 
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional as F
@@ -51,9 +52,10 @@ class DraftLoss:
         loss (`torch.Tensor`, scalar): sum over passes of `pass_weight * loss_sum`; the one that has a gradient.
         loss_sum_K (`torch.Tensor` of shape `(passes,)`): unweighted loss sum of every pass, detached.
         accept_sum_K (`torch.Tensor` of shape `(passes,)`): sum of `1 - TV(teacher, draft)`, detached.
-        count_K (`torch.Tensor` of shape `(passes,)`): supervised positions of every pass.
-        num_covered (`torch.Tensor`, scalar, *optional*): positions of the first pass whose sampled token the draft can
-            propose; their share is an unbiased estimate of the teacher's mass on the draft's vocabulary.
+        count_K (`torch.Tensor` of shape `(passes,)`): positions of every pass that have a loss.
+        num_covered, num_supervised (`torch.Tensor`, scalars, *optional*): positions of the first pass whose sampled token
+            the draft can propose, and all of them; their ratio is an unbiased estimate of the teacher's mass on the
+            draft's vocabulary.
     """
 
     loss: torch.Tensor
@@ -61,6 +63,7 @@ class DraftLoss:
     accept_sum_K: torch.Tensor
     count_K: torch.Tensor
     num_covered: torch.Tensor | None = None
+    num_supervised: torch.Tensor | None = None
 
 
 def _at_least_fp32(x: torch.Tensor) -> torch.Tensor:
@@ -104,22 +107,26 @@ def per_token_loss(
     raise ValueError(f"loss_type must be one of {LOSS_TYPES}, got {loss_type!r}.")
 
 
-def _positions_of(index_KA: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The distinct teacher rows that some anchors need, and where each `(pass, anchor)` finds its own."""
-    rows, inverse = torch.unique(index_KA, return_inverse=True)
-    return rows, inverse
-
-
-def _chunk_sums(hidden_KCH, head_VH, teacher, index_KC, token_ids_KC, mask_KC, loss_type):
+def _chunk_sums(
+    hidden_KCH: torch.Tensor,
+    head_VH: torch.Tensor,
+    teacher: Teacher,
+    index_KC: torch.Tensor,
+    token_ids_KC: torch.Tensor,
+    mask_KC: torch.Tensor,
+    loss_type: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Per-pass sums of loss and acceptance over one chunk of anchors; the teacher's logits are shared by all passes."""
     with torch.no_grad():
-        rows, inverse_KC = _positions_of(index_KC)
-        teacher_logits = teacher.logits(teacher.hidden_TH[rows]) / teacher.temperature
+        # Masked positions share one row of zeros: they may hold inf or NaN, and 0 * NaN is NaN in a backward too.
+        rows, inverse_KC = torch.unique(index_KC.masked_fill(~mask_KC, -1), return_inverse=True)
+        teacher_hidden = teacher.hidden_TH[rows.clamp(min=0)].masked_fill((rows < 0)[:, None], 0.0)
+        teacher_logits = teacher.logits(teacher_hidden) / teacher.temperature
     losses, accepts = [], []
     for hidden_CH, inverse_C, token_ids_C, mask_C in zip(hidden_KCH, inverse_KC, token_ids_KC, mask_KC, strict=True):
+        hidden_CH = torch.where(mask_C[:, None], hidden_CH, 0.0)
         draft_logits = _at_least_fp32(F.linear(hidden_CH, head_VH)) / teacher.temperature
         loss_C, accept_C = per_token_loss(draft_logits, teacher_logits[inverse_C], token_ids_C, loss_type=loss_type)
-        # where, not a product: a masked position may hold inf or NaN, and 0 * NaN is NaN
         losses.append(torch.where(mask_C, loss_C, 0.0).sum())
         accepts.append(torch.where(mask_C, accept_C, 0.0).sum())
     return torch.stack(losses), torch.stack(accepts)
@@ -129,7 +136,18 @@ class _ChunkedLoss(torch.autograd.Function):
     """Projects, compares and differentiates one chunk at a time, so that no logits outlive their chunk."""
 
     @staticmethod
-    def forward(ctx, hidden_KAH, head_VH, teacher, index_KA, token_ids_KA, mask_KA, loss_type, weights_K, chunk):
+    def forward(
+        ctx: Any,
+        hidden_KAH: torch.Tensor,
+        head_VH: torch.Tensor,
+        teacher: Teacher,
+        index_KA: torch.Tensor,
+        token_ids_KA: torch.Tensor,
+        mask_KA: torch.Tensor,
+        loss_type: str,
+        weights_K: torch.Tensor,
+        chunk: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         grad_hidden = torch.zeros_like(hidden_KAH)
         grad_head = torch.zeros(head_VH.shape, dtype=_at_least_fp32(head_VH[:0]).dtype, device=head_VH.device)
         loss_sum = grad_head.new_zeros(len(hidden_KAH))
@@ -152,7 +170,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return (loss_sum * weights_K).sum(), loss_sum, accept_sum
 
     @staticmethod
-    def backward(ctx, grad, *_):
+    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor | None, ...]:
         grad_hidden, grad_head = ctx.saved_tensors
         return grad_hidden * grad, grad_head * grad, *[None] * 7
 

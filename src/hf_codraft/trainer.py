@@ -14,7 +14,7 @@ weights stay the same bit for bit on the same rollouts.
 
 import time
 import warnings
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -76,9 +76,10 @@ class CoDraftGRPOTrainer(GRPOTrainer):
         self.draft: Eagle3Draft | None = None
         self.learner: DraftLearner | None = None
         self._draft_source = draft
-        self._seconds: Counter[str] = Counter()
+        self._seconds: dict[str, float] = defaultdict(float)
         self._pending: dict[str, torch.Tensor] | None = None
         self._is_warm = False
+        self.num_warmup_tokens = 0
         self._check_arguments(args, draft, kwargs.get("processing_class"))
         with self._engine(args):
             super().__init__(model, reward_funcs, args, **kwargs)
@@ -346,7 +347,7 @@ class _StepClock(TrainerCallback):
         self.trainer._seconds["policy"] += time.perf_counter() - self.started
 
     def on_step_end(self, args, state, control, **kwargs):
-        seconds, self.trainer._seconds = self.trainer._seconds, Counter()
+        seconds, self.trainer._seconds = self.trainer._seconds, defaultdict(float)
         if self.trainer.draft is not None:
             for phase in ("generate", "logprob", "policy", "draft", "refit"):
                 self.trainer._metrics["train"][f"time/{phase}"].append(seconds[phase])

@@ -35,6 +35,7 @@ def warm_up(trainer: "CoDraftGRPOTrainer") -> None:
     try:
         with torch.random.fork_rng(devices):  # the run that follows draws the numbers it would have drawn
             rows = list(_sample(trainer))
+            trainer.num_warmup_tokens = sum(gather_object([len(completion) for _, completion in rows]))
             if trainer.draft.is_vocab_open:
                 _choose_vocabulary(trainer, rows)
             _train(trainer, rows)

@@ -12,6 +12,7 @@ The softmax is joint. It is computed as parts and merged by log-sum-exp; the bac
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -39,7 +40,16 @@ def merge_(out_AND: torch.Tensor, lse_AN: torch.Tensor, part_AND: torch.Tensor, 
 
 class _BranchAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q_AND, k_TMD, v_TMD, blocks, scale, num_branch, *branch):
+    def forward(
+        ctx: Any,
+        q_AND: torch.Tensor,
+        k_TMD: torch.Tensor,
+        v_TMD: torch.Tensor,
+        blocks: tuple[Block, ...],
+        scale: float,
+        num_branch: int,
+        *branch: torch.Tensor,
+    ) -> torch.Tensor:
         num_heads, num_kv_heads = q_AND.shape[1], k_TMD.shape[1]
         stat_dtype = torch.float64 if q_AND.dtype == torch.float64 else torch.float32
         out = torch.zeros(q_AND.shape, dtype=stat_dtype, device=q_AND.device)
@@ -51,7 +61,8 @@ class _BranchAttention(torch.autograd.Function):
             merge_(out[queries], lse[queries], part.to(stat_dtype), part_lse.to(stat_dtype))
         grouped = q_AND.to(stat_dtype).unflatten(1, (num_kv_heads, -1))
         for k_AMD, v_AMD in zip(branch[:num_branch], branch[num_branch:], strict=True):
-            score_AN = torch.einsum("amgd,amd->amg", grouped, k_AMD.to(stat_dtype)).flatten(1) * scale
+            # product and sum, not einsum: under autocast a matrix product would round the scores to bf16
+            score_AN = (grouped * k_AMD.to(stat_dtype)[:, :, None]).sum(-1).flatten(1) * scale
             merge_(out, lse, expand_heads(v_AMD, num_heads).to(stat_dtype), score_AN)
         out = out.to(q_AND.dtype)
         ctx.save_for_backward(q_AND, k_TMD, v_TMD, out, lse, *branch)
@@ -59,7 +70,7 @@ class _BranchAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad_AND):
+    def backward(ctx: Any, grad_AND: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q_AND, k_TMD, v_TMD, out, lse, *branch = ctx.saved_tensors
         num_heads, num_kv_heads = q_AND.shape[1], k_TMD.shape[1]
         stat_dtype = lse.dtype

@@ -128,13 +128,14 @@ class _Attention(nn.Module):
 
     def query(self, x_AC: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         q = self._heads(self.q_proj(x_AC))
-        return apply_rotary_pos_emb(q, q[:, :1], *rotary)[0]
+        # under autocast the rotary factors have the state's dtype, which may differ from pass to pass
+        return apply_rotary_pos_emb(q, q[:, :1], *rotary)[0].to(q.dtype)
 
     def key_value(
         self, x_TC: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         k, v = self._heads(self.k_proj(x_TC)), self._heads(self.v_proj(x_TC))
-        return apply_rotary_pos_emb(k[:, :1], k, *rotary)[1], v
+        return apply_rotary_pos_emb(k[:, :1], k, *rotary)[1].to(k.dtype), v
 
 
 class _Layer(nn.Module):
@@ -350,7 +351,7 @@ class Eagle3Draft(PreTrainedModel):
             softcap=policy.logit_softcap,
         )
         token_ids_KA = target_ids_KA
-        num_covered = mask_KA[0].sum()
+        num_covered = num_supervised = mask_KA[0].sum()
         if self.has_reduced_vocab:
             num_covered = (mask_KA[0] & self.t2d[target_ids_KA[0]]).sum()
             token_ids_KA = torch.searchsorted(kept_ids, target_ids_KA).clamp(max=len(kept_ids) - 1)
@@ -367,7 +368,7 @@ class Eagle3Draft(PreTrainedModel):
             pass_weights=pass_weights,
             chunk_size=chunk_size,
         )
-        return replace(loss, num_covered=num_covered)
+        return replace(loss, num_covered=num_covered, num_supervised=num_supervised)
 
     def serving_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor that vLLM's drafter takes, by checkpoint name."""

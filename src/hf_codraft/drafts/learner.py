@@ -29,8 +29,8 @@ class DraftStep:
         loss_passes (`tuple[float, ...]`): mean loss of every pass.
         accept_passes (`tuple[float, ...]`): mean `1 - TV(teacher, draft)` of every pass: the expected acceptance of a
             token drafted in it, given that the earlier ones were accepted.
-        num_supervised (`int`): supervised positions of the first pass.
-        vocab_coverage (`float`): share of them whose sampled token the draft can propose.
+        num_supervised (`int`): positions of the first pass that have a loss.
+        vocab_coverage (`float`): share of the supervised tokens that the draft can propose.
         grad_norm (`float`): norm of the gradient before clipping.
         is_skipped (`bool`): the loss or gradient was not finite, so nothing was updated.
     """
@@ -96,7 +96,7 @@ class DraftLearner:
         device = self.parameters[0].device
         # fp64 on every device that has it: counts and sums of a window stay exact
         self._sums = torch.zeros(3, self.num_passes, dtype=torch.float64, device=device)
-        self._covered = torch.zeros(1, dtype=torch.float64, device=device)
+        self._covered = torch.zeros(2, dtype=torch.float64, device=device)
 
     def accumulate(self, batch: PackedBatch, policy: PolicyWeights) -> None:
         """Adds the loss sum of one piece of the batch and its gradient; no rank waits for another here."""
@@ -112,7 +112,8 @@ class DraftLearner:
             )
         loss.loss.backward()
         self._sums += torch.stack([loss.loss_sum_K, loss.accept_sum_K, loss.count_K]).to(self._sums)
-        self._covered += loss.num_covered
+        assert loss.num_covered is not None and loss.num_supervised is not None
+        self._covered += torch.stack([loss.num_covered, loss.num_supervised])
 
     def step(self) -> DraftStep:
         """Averages over ranks, clips and updates; every rank must call it the same number of times.
@@ -145,7 +146,7 @@ class DraftLearner:
             tuple(means[0]),
             tuple(means[1]),
             int(count_K[0].item()),
-            (self._covered / count_K[0]).item(),
+            (self._covered[0] / self._covered[1]).item(),
             grad_norm,
             is_skipped,
         )

@@ -19,16 +19,18 @@ def unwrap_peft(model: nn.Module) -> PreTrainedModel:
 
 @torch.no_grad()
 def effective_weight(module: nn.Module) -> torch.Tensor:
-    """The weight that `module` multiplies by, with active LoRA deltas added and `modules_to_save` looked through."""
-    if hasattr(module, "modules_to_save"):
-        active = module.active_adapters[0] if hasattr(module, "active_adapters") else module.active_adapter
-        return module.modules_to_save[active].weight.detach()
+    """The weight that `module` multiplies by, with active LoRA and DoRA deltas added.
+
+    PEFT's wrappers of `modules_to_save` and trainable tokens answer `weight` with the active one themselves.
+    """
     if hasattr(module, "base_layer"):
         weight = module.base_layer.weight.detach()
         if module.merged or module.disable_adapters:
             return weight
         for adapter in module.active_adapters:
-            if adapter in module.lora_A or adapter in module.lora_embedding_A:
+            if adapter in module.lora_variant:  # DoRA rescales the sum
+                weight = module.lora_variant[adapter].merge_safe(module, adapter, weight).detach()
+            elif adapter in module.lora_A or adapter in module.lora_embedding_A:
                 weight = weight + module.get_delta_weight(adapter).to(weight.dtype)
         return weight
     return module.weight.detach()

@@ -1,0 +1,127 @@
+"""Two ranks with a part of the batch each take the step of one rank with all of it."""
+
+import math
+import time
+
+import pytest
+import torch
+from ranks import tiny_batch, tiny_draft, tiny_weights
+from torch import distributed as dist
+
+from hf_codraft.drafts.learner import DraftLearner
+from hf_codraft.taps.packed import PackedBatch
+
+ROWS = [(5, 9), (1, 1), (3, 4, 1, 2), (7, 12), (1, 6), (2, 3), (4, 11), (6, 0)]
+# rows of each piece, by rank; a rank may hold fewer pieces, or pieces without a supervised token
+SCENARIOS = {
+    "halves": ([range(0, 4)], [range(4, 8)]),
+    "uneven accumulation": ([range(0, 1), range(1, 5)], [range(5, 6), range(6, 8)]),
+    "a rank that supervises nothing": ([range(0, 7), range(1, 2)], [range(7, 8), range(7, 8)]),
+    "a rank without a piece": ([range(0, 8)], []),
+    "nothing supervised anywhere": ([range(1, 2)], [range(7, 8)]),
+}
+STEPS = 2
+
+
+def piece_of(rows, *, poisoned=False) -> PackedBatch:
+    whole = tiny_batch(ROWS)
+    index = torch.cat([torch.arange(*whole.layout.segments[row]) for row in rows])
+    layout = tiny_batch([ROWS[row] for row in rows]).layout
+    parts = (whole.token_ids_T, whole.supervised_T, whole.taps_TX, whole.hidden_TH)
+    piece = PackedBatch(layout, *(x[index] for x in parts))
+    if poisoned:
+        piece.taps_TX.fill_(torch.nan)
+    return piece
+
+
+def train(pieces, *, steps=STEPS, poisoned_steps=(), poisons=False):
+    """Weights after some steps, the gradients the optimizer saw, what each step reported, and the counters."""
+    learner = DraftLearner(tiny_draft(), num_passes=3, learning_rate=1e-2, max_grad_norm=0.05)
+    seen = []
+    learner.optimizer.register_step_pre_hook(lambda *_: seen.append([p.grad.clone() for p in learner.parameters]))
+    reports = []
+    for step in range(steps):
+        for rows in pieces:
+            learner.accumulate(piece_of(rows, poisoned=poisons and step in poisoned_steps), tiny_weights())
+        reports.append(learner.step())
+    weights = [p.detach().clone() for p in learner.draft.parameters()]
+    return weights, seen, reports, (learner.num_steps, learner.num_skipped)
+
+
+def both_ways(rank) -> dict:
+    """All scenarios in one process group: starting processes costs more than training."""
+    results = {name: train(by_rank[rank]) for name, by_rank in SCENARIOS.items()}
+    results["poisoned"] = train(SCENARIOS["halves"][rank], steps=3, poisoned_steps=(1,), poisons=rank == 1)
+    try:
+        train(SCENARIOS["halves"][rank], steps=3, poisoned_steps=(0, 1, 2), poisons=rank == 1)
+    except RuntimeError as error:
+        results["error"] = str(error)
+    return results
+
+
+@pytest.fixture(scope="module")
+def two_ranks(run_ranks):
+    return run_ranks(both_ways, 2)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_two_ranks_take_the_step_of_one(two_ranks, name):
+    pieces = [rows for by_rank in SCENARIOS[name] for rows in by_rank]
+    weights, seen, reports, counters = train(pieces)
+    for rank in range(2):
+        rank_weights, rank_seen, rank_reports, rank_counters = two_ranks[rank][name]
+        assert rank_counters == counters
+        for ours, want in zip(rank_reports, reports, strict=True):
+            assert (ours.num_supervised, ours.is_skipped) == (want.num_supervised, want.is_skipped)
+            for field in ("loss", "loss_passes", "accept_passes", "grad_norm", "vocab_coverage"):
+                got, expected = getattr(ours, field), getattr(want, field)
+                torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
+        assert len(rank_seen) == len(seen) == (0 if name == "nothing supervised anywhere" else STEPS)
+        for ours_step, want_step in zip(rank_seen, seen, strict=True):
+            for ours, want in zip(ours_step, want_step, strict=True):
+                torch.testing.assert_close(ours, want, rtol=0, atol=1e-12)
+        # Adam divides by the gradient's size: where it is 1e-10 or less, a rounding of 1e-17 shows in the update
+        for ours, want in zip(rank_weights, weights, strict=True):
+            torch.testing.assert_close(ours, want, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", [*SCENARIOS, "poisoned"])
+def test_ranks_stay_equal_bit_for_bit(two_ranks, name):
+    assert all(torch.equal(a, b) for a, b in zip(two_ranks[0][name][0], two_ranks[1][name][0], strict=True))
+
+
+def test_a_rank_that_is_not_finite_skips_the_step_on_both(two_ranks):
+    for rank in range(2):
+        _, seen, reports, counters = two_ranks[rank]["poisoned"]
+        assert [report.is_skipped for report in reports] == [False, True, False]
+        assert not math.isfinite(reports[1].loss)
+        assert counters == (2, 1)
+        assert len(seen) == 2
+        assert "not finite 3 times in a row" in two_ranks[rank]["error"]
+
+
+# The fixture itself: it must fail, and soon, where a rank does
+
+
+def fails(rank, culprit):
+    if rank == culprit:
+        raise ZeroDivisionError(f"on purpose, on {rank}")
+    dist.barrier()
+
+
+def hangs(rank):
+    if rank == 1:
+        time.sleep(60)
+    return rank
+
+
+def test_a_failing_rank_is_named_with_its_traceback_while_the_other_waits(run_ranks):
+    with pytest.raises(pytest.fail.Exception, match=r"(?s)rank 1 of 2 failed:.*in fails.*ZeroDivisionError: on purpose, on 1"):
+        run_ranks(fails, 2, 1)
+
+
+def test_a_rank_that_hangs_is_named_and_killed(run_ranks):
+    started = time.monotonic()
+    with pytest.raises(pytest.fail.Exception, match=r"ranks \[.*1\] of 2 did not finish within 5 s"):
+        run_ranks(hangs, 2, timeout_s=5)
+    assert time.monotonic() - started < 20

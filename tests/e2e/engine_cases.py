@@ -1,0 +1,365 @@
+"""What is done in a process with one real vLLM engine; `test_engine.py` starts one a case and asserts on its JSON.
+
+    python tests/e2e/engine_cases.py CASE FOLDER '{"keyword": value}'
+"""
+
+import copy
+import json
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import tiny
+from peft import LoraConfig
+from vllm import SamplingParams
+
+from hf_codraft import CoDraftGRPOConfig, CoDraftGRPOTrainer
+from hf_codraft.attention.layout import PackedLayout
+from hf_codraft.serving.acceptance import Acceptance
+from hf_codraft.serving.refit import check_names
+from hf_codraft.taps.packed import PackedBatch
+
+MAX_LENGTH = 64
+TOKENS = 3  # num_speculative_tokens
+
+
+def build(folder: Path, *, policy, peft_config=None, **changes) -> CoDraftGRPOTrainer:
+    settings = dict(
+        output_dir=str(folder / "out"), use_vllm=True, vllm_mode="colocate", per_device_train_batch_size=8,
+        num_generations=4, max_completion_length=16, vllm_max_model_length=MAX_LENGTH, max_steps=2, learning_rate=1e-3,
+        draft_learning_rate=2e-3, num_speculative_tokens=TOKENS, bf16=False, logging_steps=1, report_to="none",
+        save_strategy="no", rollout_dtype="float32", use_cpu=True, disable_tqdm=True, draft_warmup_rollouts=32,
+        draft_warmup_epochs=4,
+    )  # fmt: skip
+    return CoDraftGRPOTrainer(
+        tiny.save(policy, folder / "policy"), tiny.reward, CoDraftGRPOConfig(**settings | changes),
+        train_dataset=tiny.prompts(), draft="eagle3", peft_config=peft_config,
+    )  # fmt: skip
+
+
+def prompts(num: int, length: int = 6) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(3, tiny.VOCAB, (num, length), generator=generator).tolist()
+
+
+def generate(trainer, prompts_ids: list[list[int]], **params) -> list:
+    params = SamplingParams(**dict(ignore_eos=True, logprobs=0) | params)
+    inputs = [{"prompt_token_ids": ids} for ids in prompts_ids]
+    return trainer.vllm_generation.llm.generate(inputs, params, use_tqdm=False)
+
+
+# The engine against the trainer, tensor by tensor
+
+
+def fused(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """A checkpoint's weights under the engine's names: q, k, v and gate, up on top of one another."""
+    parts: dict[str, list[torch.Tensor]] = {}
+    for name, tensor in weights:
+        name = re.sub(r"\.[qkv]_proj\.", ".qkv_proj.", name)
+        name = re.sub(r"\.(gate|up)_proj\.", ".gate_up_proj.", name)
+        parts.setdefault(name, []).append(tensor.detach())
+    return {name: torch.cat(tensors) for name, tensors in parts.items()}
+
+
+def differences(expected: dict[str, torch.Tensor], engine: torch.nn.Module, *, without=()) -> list[str]:
+    """Names of tensors that are missing on either side or not equal, in the engine's dtype."""
+    found = {name: p.detach() for name, p in engine.named_parameters() if name not in without}
+    wrong = sorted(expected.keys() ^ found.keys())
+    for name in expected.keys() & found.keys():
+        if not torch.equal(expected[name].to(found[name].dtype), found[name]):
+            wrong.append(name)
+    return wrong
+
+
+def policy_differences(trainer) -> list[str]:
+    model = trainer.model
+    if hasattr(model, "merge_and_unload"):
+        model = copy.deepcopy(model).merge_and_unload()
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    state = [(name, tensor) for name, tensor in model.state_dict().items() if name not in tied]
+    return differences(fused(state), trainer.vllm_generation._engine_policy())
+
+
+def draft_differences(trainer) -> list[str]:
+    names = {"midlayer.": "model.layers.0.", "fc.": "model.fc.", "norm.": "model.norm."}
+    state = {}
+    for name, tensor in trainer.draft.state_dict().items():
+        prefix = next((old for old in names if name.startswith(old)), None)
+        state[names[prefix] + name.removeprefix(prefix) if prefix else name] = tensor
+    state.pop("t2d", None)
+    if "d2t" in state:
+        state["draft_id_to_target_id"] = state.pop("d2t")
+    return differences(
+        fused(state.items()), trainer.vllm_generation._engine_draft(), without=("model.embed_tokens.weight",)
+    )
+
+
+def refitted(trainer) -> dict:
+    trainer.vllm_generation.sync_weights()
+    return {"policy": policy_differences(trainer), "draft": draft_differences(trainer)}
+
+
+# Proposals
+
+
+@torch.no_grad()
+def reference_proposal(trainer, ids: list[int]) -> list[int]:
+    """What our draft proposes after `ids`, driven token by token with taps from transformers' hidden states."""
+    draft, model, policy = trainer.draft, trainer.anatomy.model, trainer.anatomy.weights()
+    context = torch.tensor(ids[:-1])
+    states = model(context[None], output_hidden_states=True).hidden_states
+    taps = torch.cat([states[j][0] for j in draft.tap_ids], -1)
+    anchor, proposal = len(context) - 1, []
+    for step in range(1, TOKENS + 1):
+        tokens = torch.tensor(ids + proposal)
+        padding = torch.zeros(len(tokens) - len(context), taps.shape[1])  # taps past the anchor are not looked at
+        batch = PackedBatch(
+            PackedLayout.from_lengths([len(tokens)]), tokens, torch.ones(len(tokens), dtype=torch.bool),
+            torch.cat([taps, padding]), torch.zeros(len(tokens), policy.head_VH.shape[1]),
+        )  # fmt: skip
+        hidden = draft(batch, policy, torch.tensor([anchor]), num_passes=step)[-1, 0]
+        proposal.append(draft.kept_ids[draft.lm_head(hidden).argmax()].item())
+    return proposal
+
+
+def compare_proposals(trainer, prompts_ids: list[list[int]], **params) -> dict:
+    """Every proposal of the engine's drafter on the way through sampled completions, against the reference."""
+    drafter = trainer.vllm_generation._runner().drafter
+    propose, seen = drafter.propose, []
+
+    def recorded(*args, **kwargs):
+        seen.append(propose(*args, **kwargs))
+        return seen[-1]
+
+    drafter.propose = recorded
+    equal, accepted, distinct, wrong = 0, 0, set(), []
+    for ids in prompts_ids:
+        seen.clear()
+        (output,) = generate(trainer, [ids], max_tokens=20, **params)
+        text, length = ids + list(output.outputs[0].token_ids), len(ids) + 1
+        for proposal in (row[0].tolist() for row in seen):
+            if length > len(text):
+                break
+            reference = reference_proposal(trainer, text[:length])
+            equal += proposal == reference
+            distinct.add(tuple(proposal))
+            if proposal != reference:
+                wrong.append([text[:length], proposal, reference])
+            following, matching = text[length : length + TOKENS], 0
+            while matching < len(following) and following[matching] == proposal[matching]:
+                matching += 1
+            accepted += matching
+            length += matching + 1
+    drafter.propose = propose
+    return {"equal": equal, "wrong": wrong, "accepted": accepted, "distinct": len(distinct)}
+
+
+# Log-probs and length
+
+
+@torch.no_grad()
+def logprob_difference(trainer, outputs, prompts_ids, temperature: float = 1.0) -> float:
+    worst = 0.0
+    for ids, output in zip(prompts_ids, outputs, strict=True):
+        completion = output.outputs[0]
+        tokens = torch.tensor(ids + list(completion.token_ids))
+        logits = trainer.anatomy.model(tokens[None]).logits[0, len(ids) - 1 : -1] / temperature
+        reference = logits.log_softmax(-1).gather(1, tokens[len(ids) :, None])[:, 0]
+        found = torch.tensor([entry[token].logprob for entry, token in zip(completion.logprobs, completion.token_ids)])
+        worst = max(worst, (reference - found).abs().max().item())
+    return worst
+
+
+@torch.no_grad()
+def greedy_reference(trainer, ids: list[int], num_tokens: int) -> list[int]:
+    text = list(ids)
+    for _ in range(num_tokens):
+        text.append(trainer.anatomy.model(torch.tensor([text])).logits[0, -1].argmax().item())
+    return text[len(ids) :]
+
+
+def full_length(trainer) -> dict:
+    """Completions that end at the engine's last position, from one token of room to more than a proposal."""
+    wrong = []
+    for room in range(1, TOKENS + 4):
+        (ids,) = prompts(1, MAX_LENGTH - room)
+        for asked in (room, room + 5):
+            (output,) = generate(trainer, [ids], temperature=0, max_tokens=asked)
+            found, reference = list(output.outputs[0].token_ids), greedy_reference(trainer, ids, room)
+            if found != reference:
+                wrong.append([room, asked, found, reference])
+    return {"wrong": wrong}
+
+
+# Cases
+
+
+def refit(folder: Path, *, kind="llama", tie=True, vocab=None, lora=False, dtype="float32") -> dict:
+    peft_config = LoraConfig(r=4, target_modules="all-linear") if lora else None
+    trainer = build(
+        folder, policy=tiny.policy(kind, tie=tie), draft_vocab_size=vocab, peft_config=peft_config, rollout_dtype=dtype,
+        draft_sample_method="greedy",
+    )  # fmt: skip
+    engine, result = trainer.vllm_generation, {}
+    cold = {"cold": refitted(trainer)}
+    trainer.train()
+    result["refits"] = cold | {"trained": refitted(trainer)}
+    policy = engine._engine_policy()
+    shared = {id(p) for p in policy.parameters()}
+    result["shared"] = [n for n, p in engine._engine_draft().named_parameters() if id(p) in shared]
+    result["dtypes"] = sorted({str(p.dtype) for p in policy.parameters()})
+    if dtype == "float32":
+        result["proposals"] = compare_proposals(trainer, prompts(4), temperature=1.0)
+        texts = prompts(8, 7)
+        result["logprob_difference"] = logprob_difference(trainer, generate(trainer, texts, max_tokens=20), texts)
+        result["full_length"] = full_length(trainer)
+
+    before = {name: p.detach().clone() for name, p in policy.named_parameters()}
+    with torch.no_grad():
+        for parameter in trainer.draft.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.3 * parameter.std().nan_to_num(1.0).item() + 0.1)
+    result["refits"]["other draft"] = refitted(trainer)
+    result["policy_changed"] = [n for n, p in policy.named_parameters() if not torch.equal(before[n], p)]
+    if dtype == "float32":
+        result["other_proposals"] = compare_proposals(trainer, prompts(4), temperature=1.0)
+        with torch.no_grad():
+            for parameter in trainer.model.parameters():
+                parameter.mul_(1.1)
+        result["refits"]["other policy"] = refitted(trainer)
+        texts = prompts(8, 9)
+        result["other_logprob_difference"] = logprob_difference(trainer, generate(trainer, texts, max_tokens=20), texts)
+    result["version"] = engine.version
+    result["errors"] = faults(trainer)
+    return result
+
+
+def faults(trainer) -> dict[str, str]:
+    """The errors of names that do not fit, and of tensors that do not arrive."""
+    engine = trainer.vllm_generation
+    draft, policy = engine._engine_draft(), engine._engine_policy()
+    names = [name for name, _ in trainer.draft.serving_weights()]
+    load = draft.load_weights
+
+    def loses_fc(weights):
+        load([(name, torch.zeros_like(tensor) if name == "fc.weight" else tensor) for name, tensor in weights])
+
+    def attempt(function, *args) -> str:
+        try:
+            function(*args)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    draft.load_weights = loses_fc
+    errors = {
+        "unknown": attempt(check_names, draft, policy, [*names, "confidence.weight"]),
+        "missing": attempt(check_names, draft, policy, [name for name in names if name != "norm.weight"]),
+        "borrowed": attempt(check_names, draft, policy, [*names, "embed_tokens.weight"]),
+        "lost": attempt(engine.sync_weights),
+    }
+    del draft.load_weights
+    return errors
+
+
+# Losslessness
+
+
+def processed(logits: torch.Tensor, *, temperature=1.0, top_p=1.0, top_k=0) -> torch.Tensor:
+    """Probabilities after temperature, top-k and top-p, in that order, in fp64."""
+    logits = logits.double() / temperature
+    if top_k > 0:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[..., -1:], -torch.inf)
+    if top_p < 1:
+        ascending, index = logits.sort(-1)
+        removed = ascending.softmax(-1).cumsum(-1) <= 1 - top_p
+        removed[..., -1] = False
+        logits = logits.masked_fill(torch.zeros_like(removed).scatter(-1, index, removed), -torch.inf)
+    return logits.softmax(-1)
+
+
+def chi_square_z(expected: torch.Tensor, counts: torch.Tensor) -> dict:
+    """Wilson-Hilferty z of Pearson's statistic; cells that expect fewer than 5 are pooled."""
+    expected, counts = expected.double() * counts.sum(), counts.double()
+    large = expected >= 5
+    expected = torch.cat([expected[large], expected[~large].sum()[None]])
+    counts = torch.cat([counts[large], counts[~large].sum()[None]])
+    possible = expected > 1e-9
+    if counts[~possible].sum() > 0:
+        return {"z": float("inf"), "cells": 0}
+    statistic = ((counts - expected)[possible] ** 2 / expected[possible]).sum().item()
+    cells = int(possible.sum()) - 1
+    spread = 2 / (9 * cells)
+    return {"z": ((statistic / cells) ** (1 / 3) - (1 - spread)) / spread**0.5, "cells": cells}
+
+
+@torch.no_grad()
+def exact_distribution(trainer, prompt: list[int], params: dict) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Probabilities of the first token, of the first two, and, where few pairs are possible, of the third: V, VV, V."""
+    model = trainer.anatomy.model
+
+    def following(prefixes: torch.Tensor) -> torch.Tensor:
+        rows = torch.cat([torch.tensor(prompt).expand(len(prefixes), -1), prefixes], 1)
+        return torch.cat([processed(model(piece).logits[:, -1], **params) for piece in rows.split(512)])
+
+    first_V = following(torch.empty(1, 0, dtype=torch.long))[0]
+    pair_VV = first_V[:, None] * following(torch.arange(tiny.VOCAB)[:, None])
+    likely = pair_VV.nonzero()
+    third_V = torch.zeros_like(first_V)
+    if len(likely) < 2000:
+        third_V = (pair_VV[tuple(likely.T)][:, None] * following(likely)).sum(0)
+    return first_V, pair_VV, third_V
+
+
+def sharp_policy(seed: int = 0) -> torch.nn.Module:
+    """A policy of low entropy (about 2 nats), so that few cells hold most of the mass and guesses are accepted."""
+    policy = tiny.policy("qwen3", tie=False, seed=seed, num_hidden_layers=4)
+    with torch.no_grad():
+        policy.lm_head.weight.mul_(2.0)
+    return policy
+
+
+def losslessness(folder: Path, *, method: str, num_samples: int = 4000) -> dict:
+    trainer = build(folder, policy=sharp_policy(), draft_sample_method=method, per_device_train_batch_size=64, max_steps=1)
+    trainer.warm_up_draft()
+    engine = trainer.vllm_generation
+    engine.sync_weights()
+    (prompt,) = prompts(1)
+    result = {}
+    settings = [dict(temperature=1.0), dict(temperature=0.7, top_p=0.9, top_k=20), dict(temperature=2.0)]
+    for params in settings:
+        engine.take_rollouts()
+        outputs = generate(trainer, [prompt] * num_samples, max_tokens=5, **params)
+        ids = torch.tensor([list(output.outputs[0].token_ids) for output in outputs])
+        first_V, pair_VV, third_V = exact_distribution(trainer, prompt, params)
+        vocab = len(first_V)
+        entry = {
+            "first": chi_square_z(first_V, torch.bincount(ids[:, 0], minlength=vocab)),
+            "second": chi_square_z(pair_VV.sum(0), torch.bincount(ids[:, 1], minlength=vocab)),
+            "pair": chi_square_z(pair_VV.flatten(), torch.bincount(ids[:, 0] * vocab + ids[:, 1], minlength=vocab**2)),
+        }
+        if third_V.any():
+            entry["third"] = chi_square_z(third_V, torch.bincount(ids[:, 2], minlength=vocab))
+        entry["accept_length"] = Acceptance.total(engine.take_rollouts().rows).accept_length
+        if params.keys() == {"temperature"}:
+            texts = [prompt] * 100
+            entry["logprob_difference"] = logprob_difference(trainer, outputs[:100], texts, params["temperature"])
+        result[str(params["temperature"])] = entry
+
+    texts = prompts(6)
+    outputs = generate(trainer, texts, max_tokens=20, temperature=0)
+    result["greedy"] = {
+        "wrong": [ids for ids, out in zip(texts, outputs) if list(out.outputs[0].token_ids) != greedy_reference(trainer, ids, 20)],
+        "accept_length": Acceptance.total(engine.take_rollouts().rows).accept_length,
+    }
+    return result
+
+
+if __name__ == "__main__":
+    case, folder, keywords = sys.argv[1:]
+    result = globals()[case](Path(folder), **json.loads(keywords))
+    (Path(folder) / "result.json").write_text(json.dumps(result))

@@ -1,0 +1,218 @@
+"""The private points of TRL, transformers and vLLM that we extend. A failure here names the one that moved."""
+
+import dataclasses
+import inspect
+import re
+
+import pytest
+import trl.generation.vllm_generation as trl_engine
+import trl.trainer.grpo_trainer as trl_trainer
+from transformers import Trainer
+from trl import GRPOTrainer
+from trl.distributed import DistributedBackend
+from trl.extras import profiling
+from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer.utils import pad
+
+from hf_codraft.config import _REFUSED_SAMPLING
+
+
+def parameters(function) -> list[str]:
+    return list(inspect.signature(function).parameters)
+
+
+def source(thing) -> str:
+    """Source without comments and line breaks."""
+    return re.sub(r"\s+", " ", re.sub(r"#.*", "", inspect.getsource(thing)))
+
+
+# TRL's engine
+
+
+def test_trl_names_the_engine_classes_where_we_exchange_them():
+    assert trl_trainer.VLLMGeneration is VLLMGeneration
+    assert inspect.isclass(trl_engine.LLM)
+    assert source(GRPOTrainer.__init__).count("VLLMGeneration(") == 1
+    assert source(VLLMGeneration).count(" LLM(") == 1
+    assert callable(trl_engine.empty_cache)
+
+
+def test_trl_builds_the_engine_without_the_keywords_we_add():
+    assert parameters(VLLMGeneration._init_vllm) == ["self"]
+    (call,) = re.findall(r" LLM\((.*?)\) if self", source(VLLMGeneration._init_vllm))
+    keywords = re.findall(r"(\w+)=", call)
+    assert "**" not in call
+    assert not {"dtype", "speculative_config", "per_request_spec_decode_metrics", "enforce_eager"} & set(keywords)
+    assert 'logprobs_mode="processed_logprobs"' in call  # what makes log-probs under speculation those of the policy
+    assert 'distributed_executor_backend="external_launcher"' in call  # `driver_worker` is in this process
+
+
+def test_trl_gives_the_engine_what_we_read():
+    assigned = set(re.findall(r"self\.(\w+) = ", source(VLLMGeneration)))
+    assert {"mode", "llm", "model", "enable_sleep_mode", "tensor_parallel_size", "_llm_weights_sleeping"} <= assigned
+    assert parameters(VLLMGeneration.sync_weights) == ["self"]
+    assert parameters(VLLMGeneration._iter_named_params) == ["self"]
+    assert "self.llm.generate(" in source(VLLMGeneration.generate)
+
+
+# TRL's trainer
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    {
+        "_generate": ["prompts"],
+        "_tokenize_prompts": ["prompts"],
+        "_prepare_inputs": ["generation_batch"],
+        "compute_loss": ["model", "inputs", "return_outputs", "num_items_in_batch"],
+        "training_step": ["model", "inputs", "num_items_in_batch"],
+        "_save_checkpoint": ["model", "trial"],
+        "_load_optimizer_and_scheduler": ["checkpoint"],
+        "_log_completion_extra": ["column", "values"],
+        "save_model": ["output_dir", "_internal_call"],
+    }.items(),
+)
+def test_trainer_method_has_the_signature_we_override_or_call(name, expected):
+    assert parameters(getattr(GRPOTrainer, name)) == ["self", *expected]
+
+
+def test_first_arguments_of_the_longer_methods():
+    turn = parameters(GRPOTrainer._generate_single_turn)
+    assert turn[:5] == ["self", "prompt_ids", "images", "multimodal_fields", "num_generations"]
+    logps = parameters(GRPOTrainer._get_per_token_logps_and_entropies)
+    assert logps[:5] == ["self", "model", "input_ids", "attention_mask", "logits_to_keep"]
+    init = inspect.signature(GRPOTrainer.__init__).parameters
+    assert list(init)[1:4] == ["model", "reward_funcs", "args"]
+    assert {"train_dataset", "processing_class", "peft_config"} <= init.keys()
+    assert "resume_from_checkpoint" in parameters(Trainer.train)
+
+
+def test_trainer_calls_the_methods_we_override():
+    assert "= self._generate(prompts)" in source(GRPOTrainer._generate_and_score_completions)
+    assert "self._generate_single_turn( prompt_ids, images" in source(GRPOTrainer._generate)
+    assert "self._get_per_token_logps_and_entropies(" in source(GRPOTrainer._compute_loss)
+    assert "self._compute_loss(model, inputs)" in source(GRPOTrainer.compute_loss)
+    assert "self.vllm_generation.sync_weights()" in source(GRPOTrainer._generate_single_turn)
+    assert "self.state.global_step != self._last_loaded_step" in source(GRPOTrainer._generate_single_turn)
+
+
+def test_trainer_computes_the_policys_loss_in_one_forward():
+    """Taps are read once after it; several forwards would have to be joined in the order of the rows."""
+    assert source(GRPOTrainer._compute_loss).count("self._get_per_token_logps_and_entropies(") == 1
+
+
+def test_generated_rows_keep_their_order_until_extra_columns_are_logged():
+    """`accept_length` is written by row before TRL scores them."""
+    text = source(GRPOTrainer._generate_and_score_completions)
+    assert 'self._logs["extra"]' in text
+    assert text.index("self._generate(") < text.index("_pending_extra_logs")
+
+
+def test_batch_has_the_keys_that_are_packed():
+    text = source(GRPOTrainer._generate_and_score_completions)
+    for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"):
+        assert f'"{key}": {key}' in text
+    assert 'output["tool_mask"]' in text
+
+
+def test_trainer_has_the_attributes_we_read():
+    text = source(GRPOTrainer) + source(Trainer)
+    for name in ("_metrics", "_tokenizer", "eos_token_ids", "use_vllm", "vllm_mode", "_dist", "vllm_generation"):
+        assert f"self.{name} = " in text or f"self.{name}: " in text
+    assert callable(DistributedBackend.gather_params)
+    assert parameters(pad)[:2] == ["tensors", "padding_value"]
+    assert callable(profiling.profiling_context)
+    assert callable(profiling.profiling_decorator)
+
+
+# transformers' checkpoints
+
+
+def test_trainer_state_is_the_last_file_of_a_checkpoint():
+    """`last_complete_checkpoint` takes it for the mark of a whole one, and older ones are deleted only after it."""
+    text = source(Trainer._save_checkpoint)
+    last = text.index("self.state.save_to_json(")
+    for earlier in ("self.save_model(", "self._save_optimizer_and_scheduler(", "self._save_rng_state("):
+        assert 0 < text.index(earlier) < last
+    assert text.index("rotate_checkpoints(") > last
+
+
+def test_training_loop_loads_optimizer_state_of_a_resume_in_one_call():
+    assert parameters(Trainer._load_optimizer_and_scheduler) == ["self", "checkpoint"]
+    assert source(Trainer).count("self._load_optimizer_and_scheduler(") == 1
+    assert "_internal_call" in parameters(Trainer.save_model)
+
+
+# vLLM
+
+
+def test_cpu_layers_are_packed_by_the_function_we_wrap():
+    """Imported where it is called, so that exchanging it in its module is enough."""
+    from vllm.model_executor.layers import linear, utils, vocab_parallel_embedding
+
+    assert parameters(utils.dispatch_cpu_unquantized_gemm) == ["layer", "remove_weight"]
+    for method in (linear.UnquantizedLinearMethod, vocab_parallel_embedding.UnquantizedEmbeddingMethod):
+        text = source(method.process_weights_after_loading)
+        assert "from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm" in text
+        assert "dispatch_cpu_unquantized_gemm(layer, remove_weight=" in text
+
+
+def test_rejection_sampler_uses_the_function_we_replace():
+    from vllm.v1.sample import rejection_sampler
+
+    replaced = rejection_sampler.expand_batch_to_tokens
+    assert parameters(replaced) == ["x", "cu_num_tokens", "num_tokens", "replace_from", "replace_to"]
+    defaults = inspect.signature(replaced).parameters
+    assert (defaults["replace_from"].default, defaults["replace_to"].default) == (0, 0)
+    assert source(rejection_sampler.apply_sampling_constraints).count("expand_batch_to_tokens(") == 3
+
+
+def test_engine_offers_what_refits_and_counts_need():
+    from vllm import LLM
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.outputs import CompletionOutput
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    assert "spec_decode_metrics" in {field.name for field in dataclasses.fields(CompletionOutput)}
+    assert parameters(GPUModelRunner.get_draft_model) == ["self"]
+    assert parameters(GPUModelRunner.get_model) == ["self"]
+    assert callable(LLM.reset_prefix_cache)
+    names = {field.name for field in dataclasses.fields(EngineArgs)}
+    assert {"dtype", "speculative_config", "per_request_spec_decode_metrics", "enforce_eager"} <= names
+
+
+def test_speculative_config_takes_what_we_send():
+    from vllm.config import SpeculativeConfig
+
+    names = {field.name for field in dataclasses.fields(SpeculativeConfig)}
+    assert {"method", "model", "num_speculative_tokens", "draft_sample_method"} <= names
+
+
+# Sampling options that were looked at: served alike with and without speculation, or without influence on the tokens.
+SERVED = {
+    "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "seed",
+    "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs",
+    "prompt_logprob_token_ids", "prompt_logprob_start", "logprob_token_ids", "flat_logprobs", "detokenize",
+    "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "output_kind",
+    "stream_interval", "skip_clone", "output_text_buffer_length", "allowed_token_ids", "extra_args",
+    "bad_words", "skip_reading_prefix_cache", "thinking_token_budget", "repetition_detection",
+    "routed_experts_prompt_start", "watermarking",
+}  # fmt: skip
+
+
+def test_every_sampling_option_of_the_engine_was_judged():
+    """An option that appears in vLLM is either listed above or refused in `config.py`."""
+    from vllm import SamplingParams
+
+    options = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
+    assert options - SERVED - _REFUSED_SAMPLING.keys() == set()
+    assert not SERVED & _REFUSED_SAMPLING.keys()
+
+
+def test_engine_rejects_the_sampling_options_that_we_refuse():
+    from vllm import SamplingParams
+
+    text = source(SamplingParams._validate_spec_decode)
+    assert "self.min_p" in text
+    assert "self.logit_bias" in text
+    assert re.findall(r"self\.(\w+)", text) == ["min_p", "logit_bias"]

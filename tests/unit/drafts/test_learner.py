@@ -1,0 +1,213 @@
+"""The draft's optimizer step: independent of how a batch is split, of the policy, and of steps that fail."""
+
+import io
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from ranks import tiny_batch, tiny_draft, tiny_weights
+
+from hf_codraft.drafts.learner import DraftLearner
+
+ROWS = [(5, 9), (1, 1), (3, 0), (2, 8, 3, 5), (7, 12), (1, 6), (2, 3), (4, 11)]
+SPLITS = {"one": [8], "two uneven": [3, 5], "four uneven": [1, 2, 1, 4], "a piece that supervises nothing": [1, 2, 5]}
+
+
+def pieces_of(sizes) -> list:
+    """The same rows, drawn once, in pieces of these many rows."""
+    whole = tiny_batch(ROWS)
+    pieces, first = [], 0
+    for size in sizes:
+        start, end = (whole.layout.cu_seqlens[i] for i in (first, first + size))
+        layout = tiny_batch(ROWS[first : first + size]).layout
+        parts = (whole.token_ids_T, whole.supervised_T, whole.taps_TX, whole.hidden_TH)
+        pieces.append(replace(whole, layout=layout, **dict(zip(
+            ("token_ids_T", "supervised_T", "taps_TX", "hidden_TH"), (x[start:end] for x in parts), strict=True
+        ))))  # fmt: skip
+        first += size
+    return pieces
+
+
+def learner_of(draft, **settings) -> DraftLearner:
+    return DraftLearner(draft, **({"num_passes": 3, "learning_rate": 1e-2} | settings))
+
+
+def applied_gradients(learner) -> list[list[torch.Tensor]]:
+    """A list that grows by the gradients the optimizer sees in every step."""
+    seen = []
+    learner.optimizer.register_step_pre_hook(lambda *_: seen.append([p.grad.clone() for p in learner.parameters]))
+    return seen
+
+
+def train(learner, pieces):
+    for piece in pieces:
+        learner.accumulate(piece, tiny_weights())
+    return learner.step()
+
+
+@pytest.mark.parametrize("sizes", SPLITS.values(), ids=SPLITS)
+@pytest.mark.parametrize("settings", [{}, {"max_grad_norm": 0.0, "pass_weights": (1.0, 0.5, 0.25), "loss_type": "lk"}], ids=str)
+def test_accumulation_gives_the_step_of_the_whole_batch(sizes, settings):
+    whole, split = (learner_of(tiny_draft(), **settings) for _ in range(2))
+    seen_whole, seen_split = applied_gradients(whole), applied_gradients(split)
+    for _ in range(2):
+        want, got = train(whole, pieces_of([8])), train(split, pieces_of(sizes))
+        assert (got.num_supervised, got.vocab_coverage) == (want.num_supervised, want.vocab_coverage)
+        for name in ("loss", "loss_passes", "accept_passes", "grad_norm"):
+            torch.testing.assert_close(getattr(got, name), getattr(want, name), rtol=1e-12, atol=1e-12)
+    for step_whole, step_split in zip(seen_whole, seen_split, strict=True):
+        for ours, expected in zip(step_split, step_whole, strict=True):
+            torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
+    # Adam divides by the gradient's size: where it is 1e-10 or less, a rounding of 1e-17 shows in the update
+    for ours, expected in zip(split.draft.parameters(), whole.draft.parameters(), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-9)
+
+
+def test_gradient_is_that_of_the_mean_loss_over_all_supervised_positions():
+    draft = tiny_draft()
+    learner = learner_of(draft, max_grad_norm=0.0, loss_weight=0.3, pass_weights=(1.0, 0.5, 0.25))
+    whole, options = pieces_of([8])[0], dict(num_passes=3, pass_weights=(1.0, 0.5, 0.25))
+    loss = draft.compute_loss(whole, tiny_weights(), **options)
+    mean = loss.loss / (loss.count_K * torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64)).sum()
+    want = torch.autograd.grad(mean * 0.3, list(draft.parameters()))
+    seen = applied_gradients(learner)
+    step = train(learner, pieces_of([3, 5]))
+    for ours, expected in zip(seen[0], want, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(step.loss, mean.item(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(list(step.loss_passes), (loss.loss_sum_K / loss.count_K).tolist(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(list(step.accept_passes), (loss.accept_sum_K / loss.count_K).tolist(), rtol=1e-12, atol=0)
+    norm = math.sqrt(sum(g.square().sum().item() for g in want))
+    torch.testing.assert_close(step.grad_norm, norm, rtol=1e-12, atol=0)
+
+
+def test_clip_bounds_the_drafts_gradient_and_touches_no_other():
+    policy_parameter = torch.nn.Parameter(torch.ones(4))
+    policy_parameter.grad = torch.full((4,), 100.0)
+    free, clipped = learner_of(tiny_draft(), max_grad_norm=0.0), learner_of(tiny_draft(), max_grad_norm=1e-3)
+    seen_free, seen_clipped = applied_gradients(free), applied_gradients(clipped)
+    steps = [train(learner, pieces_of([8])) for learner in (free, clipped)]
+    assert steps[0].grad_norm == steps[1].grad_norm > 1e-3
+    for ours, whole in zip(seen_clipped[0], seen_free[0], strict=True):
+        torch.testing.assert_close(ours, whole * (1e-3 / steps[0].grad_norm), rtol=1e-12, atol=0)
+    assert torch.equal(policy_parameter.grad, torch.full((4,), 100.0))
+    assert not {id(policy_parameter)} & {id(p) for group in clipped.optimizer.param_groups for p in group["params"]}
+
+
+def test_a_clip_above_the_norm_changes_nothing():
+    free, clipped = learner_of(tiny_draft(), max_grad_norm=0.0), learner_of(tiny_draft(), max_grad_norm=1e6)
+    for learner in (free, clipped):
+        train(learner, pieces_of([8]))
+    assert all(torch.equal(a, b) for a, b in zip(free.draft.parameters(), clipped.draft.parameters(), strict=True))
+
+
+def test_training_lowers_the_loss_and_raises_the_acceptance():
+    learner = learner_of(tiny_draft())
+    steps = [train(learner, pieces_of([8])) for _ in range(30)]
+    assert steps[-1].loss < 0.7 * steps[0].loss
+    assert all(last > first for first, last in zip(steps[0].accept_passes, steps[-1].accept_passes, strict=True))
+
+
+@pytest.mark.parametrize("where", ["taps_TX", "hidden_TH"])
+def test_a_step_that_is_not_finite_is_skipped_counted_and_the_third_in_a_row_raises(where):
+    draft = tiny_draft()
+    learner = learner_of(draft, scheduler="linear", scheduler_steps=10)
+    train(learner, pieces_of([8]))
+    before = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
+    moments = [state["exp_avg"].clone() for state in learner.optimizer.state.values()]
+    rate = learner.lr_scheduler.get_last_lr()
+    bad = tiny_batch(ROWS)
+    getattr(bad, where)[3:8] = torch.nan
+
+    def skips():
+        step = train(learner, [pieces_of([8])[0], bad])  # one bad piece of two spoils the step
+        assert step.is_skipped and not math.isfinite(step.loss + step.grad_norm)
+
+    skips()
+    skips()
+    assert (learner.num_skipped, learner.num_skipped_in_a_row, learner.num_steps) == (2, 2, 1)
+    assert learner.lr_scheduler.get_last_lr() == rate
+    assert all(torch.equal(tensor, before[name]) for name, tensor in draft.state_dict().items())
+    kept = [state["exp_avg"] for state in learner.optimizer.state.values()]
+    assert all(torch.equal(a, b) for a, b in zip(kept, moments, strict=True))
+    step = train(learner, pieces_of([8]))  # nothing of the bad steps is left
+    assert not step.is_skipped and math.isfinite(step.loss)
+    assert (learner.num_skipped, learner.num_skipped_in_a_row, learner.num_steps) == (2, 0, 2)
+    skips()
+    skips()
+    with pytest.raises(RuntimeError, match=r"not finite 3 times in a row. The policy is unharmed"):
+        train(learner, [bad])
+
+
+@pytest.mark.parametrize("rows", [[(5, 0), (3, 1)], []], ids=["nothing supervised", "no piece at all"])
+def test_a_step_without_supervised_positions_changes_nothing(rows):
+    draft = tiny_draft()
+    learner = learner_of(draft, weight_decay=0.1, scheduler="linear", scheduler_steps=10)
+    train(learner, pieces_of([8]))
+    before, rate = [p.clone() for p in draft.parameters()], learner.lr_scheduler.get_last_lr()
+    step = train(learner, [tiny_batch(rows)] if rows else [])
+    assert not step.is_skipped and step.num_supervised == 0 and step.grad_norm == 0.0 and math.isnan(step.loss)
+    assert all(torch.equal(a, b) for a, b in zip(draft.parameters(), before, strict=True))
+    assert (learner.num_steps, learner.num_skipped, learner.lr_scheduler.get_last_lr()) == (1, 0, rate)
+
+
+def test_a_resume_from_its_state_continues_bit_for_bit():
+    def fresh(seed):
+        settings = dict(scheduler="cosine", scheduler_steps=8, warmup_steps=2, weight_decay=0.01)
+        return learner_of(tiny_draft(exact=False, seed=seed), **settings)
+
+    def batch(seed):
+        return tiny_batch(ROWS, seed=seed, dtype=torch.float32)
+
+    def advance(learner, seeds):
+        steps = []
+        for seed in seeds:
+            bad = batch(seed)
+            if seed == 2:
+                bad.taps_TX.fill_(torch.nan)
+            learner.accumulate(bad, tiny_weights(dtype=torch.float32))
+            steps.append(learner.step())
+        return steps
+
+    straight, first = fresh(0), fresh(0)
+    advance(straight, [0, 1, 2])
+    want = advance(straight, [3, 4, 5])
+    advance(first, [0, 1, 2])
+    file = io.BytesIO()
+    torch.save({"learner": first.state_dict(), "draft": first.draft.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    second = fresh(1)
+    assert advance(fresh(1), [3]) != want[:1]
+    second.draft.load_state_dict(saved["draft"])
+    second.load_state_dict(saved["learner"])
+    assert (second.num_steps, second.num_skipped, second.num_skipped_in_a_row) == (2, 1, 1)
+    assert advance(second, [3, 4, 5]) == want
+    assert all(torch.equal(a, b) for a, b in zip(second.draft.parameters(), straight.draft.parameters(), strict=True))
+    assert second.lr_scheduler.get_last_lr() == straight.lr_scheduler.get_last_lr()
+
+
+def test_one_weight_a_pass_is_needed():
+    with pytest.raises(ValueError, match="ttt_pass_weights has 2 weights, but the draft is trained for 3 passes"):
+        learner_of(tiny_draft(), pass_weights=(1.0, 0.5))
+
+
+@pytest.mark.parametrize("loss_type", ["kl", "ce"])
+def test_coverage_is_the_share_of_sampled_tokens_that_the_draft_can_propose(loss_type):
+    draft = tiny_draft(draft_vocab_size=20)
+    batch = tiny_batch(ROWS)
+    step = train(learner_of(draft, loss_type=loss_type), [batch])
+    targets = batch.token_ids_T[2:][batch.supervised_T[1:-1] & batch.supervised_T[2:]]  # prompts part the rows
+    covered = torch.isin(targets, draft.kept_ids).double().mean().item()
+    assert 0.2 < covered < 0.8
+    torch.testing.assert_close(step.vocab_coverage, covered, rtol=1e-12, atol=0)
+
+
+def test_only_what_requires_a_gradient_is_trained():
+    draft = tiny_draft(has_own_embeddings=True)
+    embeddings = draft.embed_tokens.weight.clone()
+    before = [p.clone() for p in draft.parameters() if p.requires_grad]
+    train(learner_of(draft, weight_decay=0.1), pieces_of([8]))
+    assert torch.equal(draft.embed_tokens.weight, embeddings)
+    assert not any(torch.equal(a, b) for a, b in zip((p for p in draft.parameters() if p.requires_grad), before, strict=True))
