@@ -5,7 +5,8 @@
 
 Engines live in processes of their own and take turns on the same prompts, so each ratio is of neighbours in one run:
 `stock` (vLLM as shipped), `plain` (with the CPU repairs, refitted), and one speculative engine a draft. stock over plain is
-the price of the repairs, and stock twice the noise. Run it on an otherwise idle machine.
+the price of the repairs. At concurrency c, c prompts start together and the next c when all have ended, as a trainer waits
+for its batch. Run it on an otherwise idle machine.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import time
 from pathlib import Path
 
 CONCURRENCIES = (1, 4, 16)
-LONG_ROLLOUTS, LONG_EPOCHS = 2048, 3
+LONG_ROLLOUTS, LONG_EPOCHS = 1024, 6
 UNSEEN_SEED = 777_000  # the demo trains on sheets of its --seed
 SPECULATIVE_TOKENS = 3
 
@@ -47,11 +48,11 @@ def serve(kind: str, policy: str, draft: str) -> None:
     from vllm import LLM, SamplingParams
 
     from hf_codraft.serving.acceptance import Acceptance
-    from hf_codraft.serving.cpu import PackedLayers, repair_rejection_sampling
+    from hf_codraft.serving.cpu import PackedLayers, repair_sampling
 
     packed, extra = PackedLayers(), {}
     if draft:
-        repair_rejection_sampling()
+        repair_sampling()
         extra = {
             "speculative_config": {
                 "method": "eagle3",
@@ -70,20 +71,19 @@ def serve(kind: str, policy: str, draft: str) -> None:
         model = llm.llm_engine.model_executor.driver_worker.model_runner.get_model()
         model.load_weights(load_file(Path(policy) / "model.safetensors").items())
         packed.repack()
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     tokenizer = llm.get_tokenizer()
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
         order = json.loads(line)
-        scheduler.max_num_running_reqs = order["concurrency"]
         prompts = [
             {"prompt_token_ids": tokenizer.apply_chat_template(p, add_generation_prompt=True, return_dict=False)}
             for p in order["prompts"]
         ]
         sampling = SamplingParams(temperature=order["temperature"], max_tokens=order["max_tokens"], seed=None)
         llm.reset_prefix_cache()
-        started = time.perf_counter()
-        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        started, outputs, size = time.perf_counter(), [], order["concurrency"]
+        for first in range(0, len(prompts), size):
+            outputs += llm.generate(prompts[first : first + size], sampling, use_tqdm=False)
         seconds = time.perf_counter() - started
         completions = [output.outputs[0] for output in outputs]
         rows = [Acceptance(tuple(c.spec_decode_metrics.histogram)) for c in completions if c.spec_decode_metrics]
@@ -117,7 +117,7 @@ class Engine:
 
 
 def long_draft(policy: Path) -> tuple[Path, dict]:
-    """A draft warmed up on many rollouts of this policy; made once, kept in the cache folder with its price."""
+    """The demo's draft, warmed up further on many rollouts of this policy; made once, kept in the cache with its price."""
     from hf_codraft.cli.model import cache_folder
 
     folder = cache_folder() / "long-draft"
@@ -144,10 +144,12 @@ def warm_long(policy: str, folder: str) -> None:
     config = CoDraftGRPOConfig(
         output_dir=folder, use_vllm=True, vllm_mode="colocate", vllm_max_model_length=256, num_generations=8,
         use_cpu=not torch.cuda.is_available(), per_device_train_batch_size=32, max_completion_length=MAX_COMPLETION_LENGTH,
-        draft_vocab_size=1024, draft_warmup_rollouts=LONG_ROLLOUTS, draft_warmup_epochs=LONG_EPOCHS,
+        draft_warmup_rollouts=LONG_ROLLOUTS, draft_warmup_epochs=LONG_EPOCHS,
         draft_learning_rate=1e-3, temperature=TEMPERATURE, report_to="none",
     )  # fmt: skip
-    trainer = CoDraftGRPOTrainer(policy, accuracy, config, draft="eagle3", train_dataset=sheets(LONG_ROLLOUTS, seed=1))
+    trainer = CoDraftGRPOTrainer(
+        policy, accuracy, config, draft=f"{policy}/draft", train_dataset=sheets(LONG_ROLLOUTS, seed=1)
+    )
     trainer.warm_up_draft()
     from hf_codraft import save_draft
 
@@ -165,7 +167,7 @@ def measure(engines: dict[str, Engine], rounds: int, quick: bool) -> dict:
         speeds: dict[str, list[float]] = {name: [] for name in engines}
         histograms: dict[str, list[Acceptance]] = {name: [] for name in engines}
         for number in range(rounds + 1):
-            prompts = sheets(num_prompts, seed=UNSEEN_SEED + concurrency * 100 + number)["prompt"]
+            prompts = sheets(num_prompts, seed=UNSEEN_SEED + concurrency * 100 + number)["prompt"][:]
             names = list(engines) if number % 2 else list(reversed(engines))
             for name in names:
                 answer = engines[name].generate(prompts, concurrency, MAX_COMPLETION_LENGTH)

@@ -100,7 +100,7 @@ def tiny_draft(*, seed: int = 0, exact: bool = True, **flags) -> Eagle3Draft:
     """A draft with every weight away from its initial value; if `exact`, in fp64 from end to end."""
     torch.manual_seed(seed)
     config = dict(
-        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=40, num_attention_heads=6, num_key_value_heads=2, head_dim=8,
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=40, num_attention_heads=4, num_key_value_heads=2, head_dim=12,
         eagle_aux_hidden_state_layer_ids=[1, 2, 4], max_position_embeddings=128, pad_token_id=0, bos_token_id=2, eos_token_id=1,
     )  # fmt: skip
     draft = Eagle3Draft(Eagle3DraftConfig(**(config | flags)))
@@ -129,7 +129,9 @@ def exact_norms(draft: Eagle3Draft) -> Eagle3Draft:
 
 def tiny_weights(*, seed: int = 0, dtype: torch.dtype = torch.float64) -> PolicyWeights:
     generator = torch.Generator().manual_seed(seed + 1)
-    embedding, head = (torch.randn(VOCAB, HIDDEN, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))
+    embedding, head = (
+        torch.randn(VOCAB, HIDDEN, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2)
+    )
     return PolicyWeights(embedding, head / HIDDEN**0.5)
 
 

@@ -151,6 +151,12 @@ class CoDraftGRPOConfig(GRPOConfig):
         ):  # fmt: skip
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}.")
+        endless = ("constant", "constant_with_warmup", "inverse_sqrt")
+        if self.draft_lr_scheduler_type not in endless and self.max_steps <= 0:
+            raise ValueError(
+                f"draft_lr_scheduler_type={self.draft_lr_scheduler_type!r} needs to know the number of steps: set max_steps, or "
+                f"take one of {endless}."
+            )
         self.draft_temperature  # noqa: B018  (raises where it cannot be read)
 
     @property

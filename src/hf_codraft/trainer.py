@@ -321,8 +321,8 @@ class CoDraftGRPOTrainer(GRPOTrainer):
     def _base_model(self) -> str:
         return self.anatomy.model.config._name_or_path
 
-    def push_draft_to_hub(self, repo_id: str, **kwargs) -> str:
-        """Saves the draft, then uploads it with its card; returns the address of the commit.
+    def push_draft_to_hub(self, repo_id: str, **kwargs) -> str | None:
+        """Saves the draft, then the main process uploads it with its card; returns the address of the commit there.
 
         Raises:
             RuntimeError: if the upload failed; the draft lies in the folder that the message names.
@@ -330,6 +330,8 @@ class CoDraftGRPOTrainer(GRPOTrainer):
         if self.draft is None:
             raise ValueError("there is no draft to push: the trainer was made with draft=None.")
         self._save_draft(Path(self.args.output_dir))
+        if not self.is_world_process_zero():
+            return None
         return push_draft(Path(self.args.output_dir) / DRAFT_FOLDER, repo_id, **kwargs)
 
 

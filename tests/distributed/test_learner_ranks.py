@@ -116,7 +116,9 @@ def hangs(rank):
 
 
 def test_a_failing_rank_is_named_with_its_traceback_while_the_other_waits(run_ranks):
-    with pytest.raises(pytest.fail.Exception, match=r"(?s)rank 1 of 2 failed:.*in fails.*ZeroDivisionError: on purpose, on 1"):
+    with pytest.raises(
+        pytest.fail.Exception, match=r"(?s)rank 1 of 2 failed:.*in fails.*ZeroDivisionError: on purpose, on 1"
+    ):
         run_ranks(fails, 2, 1)
 
 

@@ -1,9 +1,10 @@
 """What is done in a process with one real vLLM engine; `test_engine.py` starts one a case and asserts on its JSON.
 
-    python tests/e2e/engine_cases.py CASE FOLDER '{"keyword": value}'
+python tests/e2e/engine_cases.py CASE FOLDER '{"keyword": value}'
 """
 
 import copy
+import gc
 import json
 import re
 import sys
@@ -16,10 +17,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import tiny
 from peft import LoraConfig
-from vllm import SamplingParams
+from vllm import LLM, SamplingParams
 
-from hf_codraft import CoDraftGRPOConfig, CoDraftGRPOTrainer
+from hf_codraft import CoDraftGRPOConfig, CoDraftGRPOTrainer, Eagle3Draft, load_draft, save_draft
 from hf_codraft.attention.layout import PackedLayout
+from hf_codraft.drafts.eagle3 import VLLM_METHOD, Eagle3DraftConfig
+from hf_codraft.policy.anatomy import PolicyAnatomy
 from hf_codraft.serving.acceptance import Acceptance
 from hf_codraft.serving.refit import check_names
 from hf_codraft.taps.packed import PackedBatch
@@ -28,7 +31,7 @@ MAX_LENGTH = 64
 TOKENS = 3  # num_speculative_tokens
 
 
-def build(folder: Path, *, policy, peft_config=None, **changes) -> CoDraftGRPOTrainer:
+def build(folder: Path, *, policy, peft_config=None, draft="eagle3", **changes) -> CoDraftGRPOTrainer:
     settings = dict(
         output_dir=str(folder / "out"), use_vllm=True, vllm_mode="colocate", per_device_train_batch_size=8,
         num_generations=4, max_completion_length=16, vllm_max_model_length=MAX_LENGTH, max_steps=2, learning_rate=1e-3,
@@ -38,7 +41,7 @@ def build(folder: Path, *, policy, peft_config=None, **changes) -> CoDraftGRPOTr
     )  # fmt: skip
     return CoDraftGRPOTrainer(
         tiny.save(policy, folder / "policy"), tiny.reward, CoDraftGRPOConfig(**settings | changes),
-        train_dataset=tiny.prompts(), draft="eagle3", peft_config=peft_config,
+        train_dataset=tiny.prompts(), draft=draft, peft_config=peft_config,
     )  # fmt: skip
 
 
@@ -47,10 +50,9 @@ def prompts(num: int, length: int = 6) -> list[list[int]]:
     return torch.randint(3, tiny.VOCAB, (num, length), generator=generator).tolist()
 
 
-def generate(trainer, prompts_ids: list[list[int]], **params) -> list:
+def generate(llm: LLM, prompts_ids: list[list[int]], **params) -> list:
     params = SamplingParams(**dict(ignore_eos=True, logprobs=0) | params)
-    inputs = [{"prompt_token_ids": ids} for ids in prompts_ids]
-    return trainer.vllm_generation.llm.generate(inputs, params, use_tqdm=False)
+    return llm.generate([{"prompt_token_ids": ids} for ids in prompts_ids], params, use_tqdm=False)
 
 
 # The engine against the trainer, tensor by tensor
@@ -67,11 +69,12 @@ def fused(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor
 
 
 def differences(expected: dict[str, torch.Tensor], engine: torch.nn.Module, *, without=()) -> list[str]:
-    """Names of tensors that are missing on either side or not equal, in the engine's dtype."""
+    """Names of tensors that are missing on either side or not equal, in the engine's dtype; padding rows must be 0."""
     found = {name: p.detach() for name, p in engine.named_parameters() if name not in without}
     wrong = sorted(expected.keys() ^ found.keys())
     for name in expected.keys() & found.keys():
-        if not torch.equal(expected[name].to(found[name].dtype), found[name]):
+        rows = len(expected[name])
+        if not torch.equal(expected[name].to(found[name].dtype), found[name][:rows]) or found[name][rows:].any():
             wrong.append(name)
     return wrong
 
@@ -86,17 +89,13 @@ def policy_differences(trainer) -> list[str]:
 
 
 def draft_differences(trainer) -> list[str]:
-    names = {"midlayer.": "model.layers.0.", "fc.": "model.fc.", "norm.": "model.norm."}
     state = {}
     for name, tensor in trainer.draft.state_dict().items():
-        prefix = next((old for old in names if name.startswith(old)), None)
-        state[names[prefix] + name.removeprefix(prefix) if prefix else name] = tensor
-    state.pop("t2d", None)
-    if "d2t" in state:
-        state["draft_id_to_target_id"] = state.pop("d2t")
-    return differences(
-        fused(state.items()), trainer.vllm_generation._engine_draft(), without=("model.embed_tokens.weight",)
-    )
+        name = name.replace("midlayer.", "layers.0.").replace("d2t", "draft_id_to_target_id")
+        state[name if name.startswith(("lm_head.", "draft_id")) else f"model.{name}"] = tensor
+    state.pop("model.t2d", None)
+    borrowed = () if "model.embed_tokens.weight" in state else ("model.embed_tokens.weight",)
+    return differences(fused(state.items()), trainer.vllm_generation._engine_draft(), without=borrowed)
 
 
 def refitted(trainer) -> dict:
@@ -108,11 +107,10 @@ def refitted(trainer) -> dict:
 
 
 @torch.no_grad()
-def reference_proposal(trainer, ids: list[int]) -> list[int]:
+def reference_proposal(draft: Eagle3Draft, anatomy: PolicyAnatomy, ids: list[int]) -> list[int]:
     """What our draft proposes after `ids`, driven token by token with taps from transformers' hidden states."""
-    draft, model, policy = trainer.draft, trainer.anatomy.model, trainer.anatomy.weights()
-    context = torch.tensor(ids[:-1])
-    states = model(context[None], output_hidden_states=True).hidden_states
+    policy, context = anatomy.weights(), torch.tensor(ids[:-1])
+    states = anatomy.model(context[None], output_hidden_states=True).hidden_states
     taps = torch.cat([states[j][0] for j in draft.tap_ids], -1)
     anchor, proposal = len(context) - 1, []
     for step in range(1, TOKENS + 1):
@@ -127,9 +125,9 @@ def reference_proposal(trainer, ids: list[int]) -> list[int]:
     return proposal
 
 
-def compare_proposals(trainer, prompts_ids: list[list[int]], **params) -> dict:
-    """Every proposal of the engine's drafter on the way through sampled completions, against the reference."""
-    drafter = trainer.vllm_generation._runner().drafter
+def compare_proposals(llm: LLM, draft: Eagle3Draft, anatomy: PolicyAnatomy, **params) -> dict:
+    """Every proposal of the engine's drafter on the way through four completions, against the reference."""
+    drafter = llm.llm_engine.model_executor.driver_worker.model_runner.drafter
     propose, seen = drafter.propose, []
 
     def recorded(*args, **kwargs):
@@ -138,14 +136,14 @@ def compare_proposals(trainer, prompts_ids: list[list[int]], **params) -> dict:
 
     drafter.propose = recorded
     equal, accepted, distinct, wrong = 0, 0, set(), []
-    for ids in prompts_ids:
+    for ids in prompts(4):
         seen.clear()
-        (output,) = generate(trainer, [ids], max_tokens=20, **params)
+        (output,) = generate(llm, [ids], max_tokens=20, **params)
         text, length = ids + list(output.outputs[0].token_ids), len(ids) + 1
         for proposal in (row[0].tolist() for row in seen):
             if length > len(text):
                 break
-            reference = reference_proposal(trainer, text[:length])
+            reference = reference_proposal(draft, anatomy, text[:length])
             equal += proposal == reference
             distinct.add(tuple(proposal))
             if proposal != reference:
@@ -189,7 +187,7 @@ def full_length(trainer) -> dict:
     for room in range(1, TOKENS + 4):
         (ids,) = prompts(1, MAX_LENGTH - room)
         for asked in (room, room + 5):
-            (output,) = generate(trainer, [ids], temperature=0, max_tokens=asked)
+            (output,) = generate(trainer.vllm_generation.llm, [ids], temperature=0, max_tokens=asked)
             found, reference = list(output.outputs[0].token_ids), greedy_reference(trainer, ids, room)
             if found != reference:
                 wrong.append([room, asked, found, reference])
@@ -199,11 +197,22 @@ def full_length(trainer) -> dict:
 # Cases
 
 
-def refit(folder: Path, *, kind="llama", tie=True, vocab=None, lora=False, dtype="float32") -> dict:
+def variant_draft() -> Eagle3Draft:
+    """A draft with embeddings of its own and every norm that published ones have."""
+    torch.manual_seed(0)
+    config = Eagle3DraftConfig(
+        vocab_size=tiny.VOCAB, hidden_size=tiny.HIDDEN, intermediate_size=96, num_attention_heads=2, head_dim=32,
+        num_key_value_heads=1, max_position_embeddings=512, eagle_aux_hidden_state_layer_ids=[1, 4, 7], fc_norm=True,
+        norm_before_residual=True, norm_output=True, has_own_embeddings=True, initializer_range=0.2,
+    )  # fmt: skip
+    return Eagle3Draft(config)
+
+
+def refit(folder: Path, *, kind="llama", tie=True, vocab=None, lora=False, variant=False, dtype="float32") -> dict:
     peft_config = LoraConfig(r=4, target_modules="all-linear") if lora else None
     trainer = build(
         folder, policy=tiny.policy(kind, tie=tie), draft_vocab_size=vocab, peft_config=peft_config, rollout_dtype=dtype,
-        draft_sample_method="greedy",
+        draft_sample_method="greedy", draft=variant_draft() if variant else "eagle3",
     )  # fmt: skip
     engine, result = trainer.vllm_generation, {}
     cold = {"cold": refitted(trainer)}
@@ -214,9 +223,9 @@ def refit(folder: Path, *, kind="llama", tie=True, vocab=None, lora=False, dtype
     result["shared"] = [n for n, p in engine._engine_draft().named_parameters() if id(p) in shared]
     result["dtypes"] = sorted({str(p.dtype) for p in policy.parameters()})
     if dtype == "float32":
-        result["proposals"] = compare_proposals(trainer, prompts(4), temperature=1.0)
+        result["proposals"] = compare_proposals(engine.llm, trainer.draft, trainer.anatomy, temperature=0.4)
         texts = prompts(8, 7)
-        result["logprob_difference"] = logprob_difference(trainer, generate(trainer, texts, max_tokens=20), texts)
+        result["logprob_difference"] = logprob_difference(trainer, generate(engine.llm, texts, max_tokens=20), texts)
         result["full_length"] = full_length(trainer)
 
     before = {name: p.detach().clone() for name, p in policy.named_parameters()}
@@ -226,13 +235,15 @@ def refit(folder: Path, *, kind="llama", tie=True, vocab=None, lora=False, dtype
     result["refits"]["other draft"] = refitted(trainer)
     result["policy_changed"] = [n for n, p in policy.named_parameters() if not torch.equal(before[n], p)]
     if dtype == "float32":
-        result["other_proposals"] = compare_proposals(trainer, prompts(4), temperature=1.0)
+        result["other_proposals"] = compare_proposals(engine.llm, trainer.draft, trainer.anatomy, temperature=0.4)
         with torch.no_grad():
             for parameter in trainer.model.parameters():
                 parameter.mul_(1.1)
         result["refits"]["other policy"] = refitted(trainer)
         texts = prompts(8, 9)
-        result["other_logprob_difference"] = logprob_difference(trainer, generate(trainer, texts, max_tokens=20), texts)
+        result["other_logprob_difference"] = logprob_difference(
+            trainer, generate(engine.llm, texts, max_tokens=20), texts
+        )
     result["version"] = engine.version
     result["errors"] = faults(trainer)
     return result
@@ -266,6 +277,26 @@ def faults(trainer) -> dict[str, str]:
     return errors
 
 
+def saved(folder: Path, *, kind="llama", tie=True, vocab=None) -> dict:
+    """Drafts written by `save_model` and in both layouts, each in an engine that knows nothing of us."""
+    policy = tiny.policy(kind, tie=tie)
+    trainer = build(folder, policy=policy, use_vllm=False, draft_vocab_size=vocab, max_steps=1)
+    trainer.train()
+    trainer.save_model()
+    save_draft(trainer.draft, folder / "speculators", base_model=str(folder / "policy"), layout="speculators")
+    anatomy, result = PolicyAnatomy.of(tiny.policy(kind, tie=tie)), {}
+    anatomy.model.load_state_dict(trainer.model.state_dict())
+    for name, path in {"plain": folder / "out" / "draft", "speculators": folder / "speculators"}.items():
+        llm = LLM(
+            model=str(folder / "out"), dtype="float32", enforce_eager=True, max_model_len=MAX_LENGTH, max_num_seqs=4,
+            speculative_config={"method": VLLM_METHOD, "model": str(path), "num_speculative_tokens": TOKENS},
+        )  # fmt: skip
+        result[name] = compare_proposals(llm, load_draft(path), anatomy, temperature=0)
+        del llm
+        gc.collect()
+    return result
+
+
 # Losslessness
 
 
@@ -283,16 +314,18 @@ def processed(logits: torch.Tensor, *, temperature=1.0, top_p=1.0, top_k=0) -> t
 
 
 def chi_square_z(expected: torch.Tensor, counts: torch.Tensor) -> dict:
-    """Wilson-Hilferty z of Pearson's statistic; cells that expect fewer than 5 are pooled."""
+    """Wilson-Hilferty z of Pearson's statistic; cells that expect fewer than 5 are pooled (all of them: z is 0)."""
     expected, counts = expected.double() * counts.sum(), counts.double()
     large = expected >= 5
     expected = torch.cat([expected[large], expected[~large].sum()[None]])
     counts = torch.cat([counts[large], counts[~large].sum()[None]])
     possible = expected > 1e-9
-    if counts[~possible].sum() > 0:
-        return {"z": float("inf"), "cells": 0}
-    statistic = ((counts - expected)[possible] ** 2 / expected[possible]).sum().item()
     cells = int(possible.sum()) - 1
+    if counts[~possible].sum() > 0:
+        return {"z": float("inf"), "cells": cells}
+    if cells == 0:
+        return {"z": 0.0, "cells": 0}
+    statistic = ((counts - expected)[possible] ** 2 / expected[possible]).sum().item()
     spread = 2 / (9 * cells)
     return {"z": ((statistic / cells) ** (1 / 3) - (1 - spread)) / spread**0.5, "cells": cells}
 
@@ -324,7 +357,9 @@ def sharp_policy(seed: int = 0) -> torch.nn.Module:
 
 
 def losslessness(folder: Path, *, method: str, num_samples: int = 4000) -> dict:
-    trainer = build(folder, policy=sharp_policy(), draft_sample_method=method, per_device_train_batch_size=64, max_steps=1)
+    trainer = build(
+        folder, policy=sharp_policy(), draft_sample_method=method, per_device_train_batch_size=64, max_steps=1
+    )
     trainer.warm_up_draft()
     engine = trainer.vllm_generation
     engine.sync_weights()
@@ -333,7 +368,7 @@ def losslessness(folder: Path, *, method: str, num_samples: int = 4000) -> dict:
     settings = [dict(temperature=1.0), dict(temperature=0.7, top_p=0.9, top_k=20), dict(temperature=2.0)]
     for params in settings:
         engine.take_rollouts()
-        outputs = generate(trainer, [prompt] * num_samples, max_tokens=5, **params)
+        outputs = generate(engine.llm, [prompt] * num_samples, max_tokens=5, **params)
         ids = torch.tensor([list(output.outputs[0].token_ids) for output in outputs])
         first_V, pair_VV, third_V = exact_distribution(trainer, prompt, params)
         vocab = len(first_V)
@@ -351,12 +386,49 @@ def losslessness(folder: Path, *, method: str, num_samples: int = 4000) -> dict:
         result[str(params["temperature"])] = entry
 
     texts = prompts(6)
-    outputs = generate(trainer, texts, max_tokens=20, temperature=0)
+    outputs = generate(engine.llm, texts, max_tokens=20, temperature=0)
     result["greedy"] = {
-        "wrong": [ids for ids, out in zip(texts, outputs) if list(out.outputs[0].token_ids) != greedy_reference(trainer, ids, 20)],
+        "wrong": [
+            ids
+            for ids, out in zip(texts, outputs)
+            if list(out.outputs[0].token_ids) != greedy_reference(trainer, ids, 20)
+        ],
         "accept_length": Acceptance.total(engine.take_rollouts().rows).accept_length,
     }
     return result
+
+
+# Training
+
+
+def markov_policy(seed: int) -> torch.nn.Module:
+    """A policy that has learnt a language of 24 tokens, each with four successors."""
+    generator = torch.Generator().manual_seed(seed)
+    words = torch.randperm(tiny.VOCAB - 3, generator=generator)[:24] + 3
+    successors = words[torch.randint(24, (tiny.VOCAB, 4), generator=generator)]
+    probability = torch.tensor([0.6, 0.25, 0.1, 0.05]).expand(tiny.VOCAB, 4)
+    policy = tiny.policy("qwen3", tie=False, seed=seed)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=3e-3)
+    for _ in range(80):
+        text = [torch.randint(3, tiny.VOCAB, (32,), generator=generator)]
+        for _ in range(23):
+            choice = torch.multinomial(probability[text[-1]], 1, generator=generator)
+            text.append(successors[text[-1]].gather(1, choice)[:, 0])
+        tokens = torch.stack(text, 1)
+        policy(tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return policy
+
+
+def co_training(folder: Path, *, seed: int, frozen: bool, steps: int) -> dict:
+    trainer = build(
+        folder, policy=markov_policy(seed), seed=seed, freeze_draft=frozen, max_steps=steps, learning_rate=1e-5,
+        draft_learning_rate=3e-3, draft_warmup_rollouts=0, per_device_train_batch_size=16, log_completions=True,
+        num_completions_to_print=1, save_strategy="steps", save_steps=steps,
+    )  # fmt: skip
+    trainer.train()
+    return {"log": trainer.state.log_history}
 
 
 if __name__ == "__main__":

@@ -12,7 +12,17 @@ from hf_codraft import load_draft
 
 @pytest.mark.slow
 def test_quick_demo_leaves_policy_draft_figures_and_picture(tmp_path):
-    command = [sys.executable, "-m", "hf_codraft.cli.main", "demo", "--quick", "--steps", "2", "--output-dir", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "hf_codraft.cli.main",
+        "demo",
+        "--quick",
+        "--steps",
+        "2",
+        "--output-dir",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=550)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 

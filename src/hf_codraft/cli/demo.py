@@ -31,7 +31,7 @@ class Scale:
     group: int = 8
 
 
-FULL = Scale(warmup_rollouts=256, warmup_epochs=4, steps=14, rows=32)
+FULL = Scale(warmup_rollouts=256, warmup_epochs=6, steps=14, rows=32)
 QUICK = Scale(warmup_rollouts=64, warmup_epochs=3, steps=4, rows=16)
 
 

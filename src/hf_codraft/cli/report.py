@@ -151,7 +151,7 @@ def draw(folders: dict[str, Path], file: Path) -> None:
         axes[3].bar(range(1, len(main) + 1), heights, bottom=bottom, color=shades[phase], label=phase)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     axes[3].set(title="Seconds a step", xlabel="step")
-    axes[3].legend(frameon=False)
+    axes[3].legend(frameon=False, ncols=5, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), columnspacing=0.8)
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(file, dpi=110)

@@ -73,8 +73,10 @@ def accuracy(completions, expressions, answers, **kwargs) -> list[float]:
 
 
 def layout(completions, expressions, **kwargs) -> list[float]:
-    """Share of the sheet's lines that repeat their expression, followed by an equals sign."""
-    return [
-        sum(line.startswith(f"{e} = ") for line, e in zip(_lines(completion), asked, strict=False)) / LINES
-        for completion, asked in zip(completions, expressions, strict=True)
-    ]
+    """Share of the sheet's lines that repeat their expression, followed by an equals sign; 0 if it has more lines than asked."""
+    rewards = []
+    for completion, asked in zip(completions, expressions, strict=True):
+        lines = _lines(completion)
+        repeated = sum(line.startswith(f"{expression} = ") for line, expression in zip(lines, asked, strict=False))
+        rewards.append(repeated / LINES if len(lines) <= LINES else 0.0)
+    return rewards

@@ -38,7 +38,12 @@ ARCHITECTURE = "LlamaForCausalLMEagle3"
 
 
 def default_tap_ids(num_layers: int) -> tuple[int, ...]:
-    """vLLM's default taps `(2, N // 2, N - 3)`: id j is the residual stream after j layers, id 0 the embeddings."""
+    """vLLM's default taps `(2, N // 2, N - 3)`: id j is the residual stream after j layers, id 0 the embeddings.
+
+    Below 7 layers those would repeat: the three ids before the last instead.
+    """
+    if num_layers < 7:
+        return tuple(range(max(num_layers - 3, 0), num_layers))
     return (2, num_layers // 2, num_layers - 3)
 
 
@@ -97,8 +102,11 @@ class Eagle3DraftConfig(LlamaConfig):
             )
 
 
-class _Rotary(LlamaRotaryEmbedding):
-    """transformers' rotary embedding whose inverse frequencies stay fp32 when the draft is cast to bf16."""
+class _RotaryEmbedding(LlamaRotaryEmbedding):
+    """transformers' rotary embedding whose inverse frequencies stay fp32 when the draft is cast to bf16.
+
+    `from_pretrained` finds by the name "RotaryEmbedding" what it must compute anew; no checkpoint holds these buffers.
+    """
 
     def _apply(self, fn, recurse=True):
         inv_freq, original = self.inv_freq, self.original_inv_freq
@@ -191,7 +199,7 @@ class Eagle3Draft(PreTrainedModel):
         if self.has_reduced_vocab:
             self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.long))
             self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
-        self.rotary_emb = _Rotary(config)
+        self.rotary_emb = _RotaryEmbedding(config)
         self.post_init()
 
     @property

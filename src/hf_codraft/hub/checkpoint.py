@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from httpx import HTTPError
 from huggingface_hub import HfApi, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+from huggingface_hub.errors import HFValidationError, LocalTokenNotFoundError
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -37,6 +38,8 @@ def _write_folder(folder: Path, write) -> None:
     """Runs `write(temporary folder)`, then puts the result in place of `folder` by renames."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     fresh, old = (folder.with_name(f".{folder.name}.{kind}") for kind in ("new", "old"))
+    if old.exists() and not folder.exists():  # killed between the two renames below: this is the only one left
+        os.rename(old, folder)
     for leftover in (fresh, old):
         shutil.rmtree(leftover, ignore_errors=True)
     fresh.mkdir()
@@ -69,7 +72,7 @@ def save_draft(
     weights = {name: tensor.detach().cpu().contiguous() for name, tensor in draft.state_dict().items()}
     config = plain_config(draft.config) | {"dtype": str(draft.dtype).removeprefix("torch.")}
     if layout == "speculators":
-        config = to_speculators_config(draft.config, base_model)
+        config = to_speculators_config(draft.config, config, base_model)
         weights = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in weights.items()}
 
     def write(fresh: Path) -> None:
@@ -213,11 +216,11 @@ def push_draft(folder: Path, repo_id: str, *, private: bool | None = None, token
     """
     api = HfApi(token=token)
     try:
-        api.create_repo(repo_id, private=private, exist_ok=True)
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id  # with the user's name
         commit = api.upload_folder(
             repo_id=repo_id, folder_path=folder, commit_message="Upload draft", ignore_patterns=[TRAINING_STATE]
         )
-    except (HfHubHTTPError, LocalTokenNotFoundError, OSError) as error:
+    except (HTTPError, HFValidationError, LocalTokenNotFoundError, OSError) as error:
         raise RuntimeError(
             f"the draft could not be pushed to {repo_id!r} ({type(error).__name__}: {error}). It is saved in {folder}; log in "
             f"with `hf auth login` or check the network, then run `hf upload {repo_id} {folder}`."

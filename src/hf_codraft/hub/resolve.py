@@ -46,7 +46,7 @@ def fresh_eagle3(anatomy: PolicyAnatomy, options: DraftOptions) -> Eagle3Draft:
     config = anatomy.model.config.get_text_config()
     vocab_size = anatomy.model.get_input_embeddings().weight.shape[0]
     tap_ids = tuple(options.draft_tap_layers or default_tap_ids(anatomy.num_layers))
-    TapSpec(tap_ids, anatomy.num_layers)
+    _check_tap_ids(tap_ids, anatomy.num_layers)
     if options.draft_vocab_size is not None and not 1 <= options.draft_vocab_size <= vocab_size:
         raise ValueError(f"draft_vocab_size ({options.draft_vocab_size}) must be in 1..{vocab_size}, the policy's vocabulary.")
     if options.draft_vocab_size not in (None, vocab_size) and options.draft_warmup_rollouts == 0:
@@ -78,6 +78,15 @@ def fresh_eagle3(anatomy: PolicyAnatomy, options: DraftOptions) -> Eagle3Draft:
     if not draft.has_reduced_vocab:
         draft.set_vocabulary(draft.kept_ids, anatomy.weights())
     return draft
+
+
+def _check_tap_ids(tap_ids: tuple[int, ...], num_layers: int) -> None:
+    TapSpec(tap_ids, num_layers)
+    if list(tap_ids) != sorted(set(tap_ids)):
+        raise ValueError(
+            f"draft_tap_layers ({list(tap_ids)}) must ascend, each id once: vLLM hands the hidden states over in the order of "
+            f"the layers. Pass {sorted(set(tap_ids))}."
+        )
 
 
 def _rope_parameters(config) -> dict:
@@ -113,7 +122,7 @@ def check_fit(draft: Eagle3Draft, anatomy: PolicyAnatomy) -> None:
             f"the draft's fc reads {config.num_aux_hidden_states} hidden states, but it names the layers "
             f"{config.eagle_aux_hidden_state_layer_ids}."
         )
-    TapSpec(tuple(config.eagle_aux_hidden_state_layer_ids), anatomy.num_layers)
+    _check_tap_ids(tuple(config.eagle_aux_hidden_state_layer_ids), anatomy.num_layers)
     if config.max_position_embeddings < policy.max_position_embeddings:
         warnings.warn(
             f"the draft's max_position_embeddings is raised from {config.max_position_embeddings} to the policy's "

@@ -28,14 +28,15 @@ def from_speculators_config(data: dict[str, Any]) -> dict[str, Any]:
     if data["speculators_model_type"] != "eagle3":
         raise ValueError(f"speculators_model_type is {data['speculators_model_type']!r}; only 'eagle3' is supported.")
     own = {name: data[name] for name in _OWN_FIELDS if data.get(name) is not None}
+    own.setdefault("norm_before_residual", True)  # as vLLM reads it
     return {**data["transformer_layer_config"], **own}
 
 
-def to_speculators_config(config: Eagle3DraftConfig, base_model: str) -> dict[str, Any]:
-    """The speculators config of a draft; source: `speculators.models.eagle3.config` 0.9."""
+def to_speculators_config(config: Eagle3DraftConfig, plain: dict[str, Any], base_model: str) -> dict[str, Any]:
+    """The speculators config of a draft, around its plain one; source: `speculators.models.eagle3.config` 0.9."""
     layer = {
         name: value
-        for name, value in config.to_dict().items()
+        for name, value in plain.items()
         if name not in (*_OWN_FIELDS, "num_aux_hidden_states", "has_own_embeddings", "architectures")
     }
     own = {name: getattr(config, name) for name in _OWN_FIELDS}
@@ -43,7 +44,6 @@ def to_speculators_config(config: Eagle3DraftConfig, base_model: str) -> dict[st
         own["target_hidden_size"] = None
     return {
         "architectures": ["Eagle3Speculator"],
-        "model_type": "speculator_model",
         "speculators_model_type": "eagle3",
         "speculators_version": "0.9.0",
         "transformer_layer_config": {**layer, "architectures": ["LlamaForCausalLM"]},

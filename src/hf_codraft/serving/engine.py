@@ -26,7 +26,7 @@ from trl.trainer import grpo_trainer
 from hf_codraft.drafts.eagle3 import VLLM_METHOD, Eagle3Draft
 from hf_codraft.hub.checkpoint import plain_config
 from hf_codraft.serving.acceptance import Acceptance
-from hf_codraft.serving.cpu import PackedLayers, is_cpu, repair_rejection_sampling
+from hf_codraft.serving.cpu import PackedLayers, is_cpu, repair_sampling
 from hf_codraft.serving.refit import WeightStream, check_digests, check_names, engine_digests
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class CoDraftVLLMGeneration(VLLMGeneration):
         extra: dict[str, Any] = {"dtype": str(self.dtype).removeprefix("torch.")}
         with tempfile.TemporaryDirectory() as folder:
             if self.speculation is not None:
-                repair_rejection_sampling()
+                repair_sampling()
                 self.draft = self.speculation.build_draft(self.model)
                 write_initial_draft(self.draft, Path(folder), self.dtype)
                 extra["speculative_config"] = {

@@ -54,7 +54,8 @@ def inputs(lengths, anchors, num_branch, *, heads=(6, 2), seed=0) -> list[torch.
     shapes = [(len(anchors), num_heads)] + 2 * [(sum(lengths), num_kv_heads)]
     shapes += 2 * num_branch * [(len(anchors), num_kv_heads)]
     return [
-        torch.randn(*shape, HEAD_DIM, generator=generator, dtype=torch.float64).mul_(2).requires_grad_() for shape in shapes
+        torch.randn(*shape, HEAD_DIM, generator=generator, dtype=torch.float64).mul_(2).requires_grad_()
+        for shape in shapes
     ]
 
 

@@ -35,6 +35,7 @@ ROWS = {
     "empty completion between others": [(3, 4), (5, 0), (2, 6)],
     "holes": [(2, 12, 4, 7), (3, 9, 0, 2), (2, 6, 5, 6)],
     "completion fills the whole length": [(4, 10), (4, 10)],
+    "no prompt": [(0, 5), (0, 1), (0, 7)],  # a warm start may learn from any token: only the border parts these rows
 }
 
 
@@ -174,7 +175,9 @@ def assert_equals_reference(
     want_grads = torch.autograd.grad(want, parameters.values(), allow_unused=True)
     for name, ours, expected in zip(parameters, got_grads, want_grads, strict=True):
         expected = torch.zeros_like(ours) if expected is None else expected
-        torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            ours, expected, rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.parametrize("num_passes", [1, 3, 7])
@@ -243,14 +246,20 @@ def test_tokens_in_the_future_of_a_position_leave_its_output_unchanged(t):
 def test_the_future_leaves_the_loss_of_a_position_unchanged():
     draft, policy, passes, t = tiny_draft(), tiny_weights(), 3, 4
     batch = tiny_batch([(16, 0)])
-    batch.supervised_T[t + 1 : t + passes + 2] = True  # t is the first anchor of passes - 1 others, the only one of the last
+    batch.supervised_T[t + 1 : t + passes + 2] = (
+        True  # t is the first anchor of passes - 1 others, the only one of the last
+    )
     options = dict(num_passes=passes, pass_weights=(0.0, 0.0, 1.0))
     before = draft.compute_loss(batch, policy, **options)
     assert before.count_K.tolist() == [3, 2, 1]
     end = batch.layout.num_tokens
     far = perturbed(batch, tokens=range(t + passes + 1, end), states=range(t + passes + 1, end))
     assert torch.equal(draft.compute_loss(far, policy, **options).loss, before.loss)
-    for near in (perturbed(batch, tokens=[t + passes]), perturbed(batch, states=[t + passes]), perturbed(batch, states=[t])):
+    for near in (
+        perturbed(batch, tokens=[t + passes]),
+        perturbed(batch, states=[t + passes]),
+        perturbed(batch, states=[t]),
+    ):
         assert not torch.isclose(draft.compute_loss(near, policy, **options).loss, before.loss)
 
 
@@ -325,7 +334,9 @@ def real_batch(model, anatomy, tap_ids, *, rows=3) -> PackedBatch:
 
 
 def options(**fields) -> SimpleNamespace:
-    return SimpleNamespace(**({"draft_vocab_size": None, "draft_tap_layers": None, "draft_warmup_rollouts": 0} | fields))
+    return SimpleNamespace(
+        **({"draft_vocab_size": None, "draft_tap_layers": None, "draft_warmup_rollouts": 0} | fields)
+    )
 
 
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "untied"])

@@ -47,7 +47,9 @@ def train(learner, pieces):
 
 
 @pytest.mark.parametrize("sizes", SPLITS.values(), ids=SPLITS)
-@pytest.mark.parametrize("settings", [{}, {"max_grad_norm": 0.0, "pass_weights": (1.0, 0.5, 0.25), "loss_type": "lk"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", [{}, {"max_grad_norm": 0.0, "pass_weights": (1.0, 0.5, 0.25), "loss_type": "lk"}], ids=str
+)
 def test_accumulation_gives_the_step_of_the_whole_batch(sizes, settings):
     whole, split = (learner_of(tiny_draft(), **settings) for _ in range(2))
     seen_whole, seen_split = applied_gradients(whole), applied_gradients(split)
@@ -77,7 +79,9 @@ def test_gradient_is_that_of_the_mean_loss_over_all_supervised_positions():
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
     torch.testing.assert_close(step.loss, mean.item(), rtol=1e-12, atol=0)
     torch.testing.assert_close(list(step.loss_passes), (loss.loss_sum_K / loss.count_K).tolist(), rtol=1e-12, atol=0)
-    torch.testing.assert_close(list(step.accept_passes), (loss.accept_sum_K / loss.count_K).tolist(), rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        list(step.accept_passes), (loss.accept_sum_K / loss.count_K).tolist(), rtol=1e-12, atol=0
+    )
     norm = math.sqrt(sum(g.square().sum().item() for g in want))
     torch.testing.assert_close(step.grad_norm, norm, rtol=1e-12, atol=0)
 
@@ -210,4 +214,6 @@ def test_only_what_requires_a_gradient_is_trained():
     before = [p.clone() for p in draft.parameters() if p.requires_grad]
     train(learner_of(draft, weight_decay=0.1), pieces_of([8]))
     assert torch.equal(draft.embed_tokens.weight, embeddings)
-    assert not any(torch.equal(a, b) for a, b in zip((p for p in draft.parameters() if p.requires_grad), before, strict=True))
+    assert not any(
+        torch.equal(a, b) for a, b in zip((p for p in draft.parameters() if p.requires_grad), before, strict=True)
+    )

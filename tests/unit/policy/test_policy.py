@@ -183,7 +183,9 @@ def test_a_bias_of_the_head_is_read():
     model.lm_head = head
     assert_effective(model)
     assert_effective(
-        get_peft_model(model, LoraConfig(r=4, target_modules=["lm_head"], task_type="CAUSAL_LM", init_lora_weights=False))
+        get_peft_model(
+            model, LoraConfig(r=4, target_modules=["lm_head"], task_type="CAUSAL_LM", init_lora_weights=False)
+        )
     )
 
 
@@ -199,7 +201,10 @@ def test_the_weights_are_live():
 def test_a_draft_starts_from_the_base_layer_under_lora():
     model = peft_policy(target_modules=["q_proj", "down_proj"])
     layer = PolicyAnatomy.of(model).last_layer_weights()
-    want = {name: parameter for name, parameter in tiny.policy(tie=False, num_hidden_layers=2).model.layers[-1].named_parameters()}
+    want = {
+        name: parameter
+        for name, parameter in tiny.policy(tie=False, num_hidden_layers=2).model.layers[-1].named_parameters()
+    }
     assert layer.keys() == want.keys()
     assert all(torch.equal(layer[name], want[name]) for name in want)
     options = SimpleNamespace(draft_vocab_size=None, draft_tap_layers=[0, 2], draft_warmup_rollouts=0)

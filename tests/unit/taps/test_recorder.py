@@ -152,7 +152,9 @@ def test_gradient_checkpointing_neither_doubles_nor_changes_taps(kind, use_reent
 
     plain_taps, _ = train(False, True)
     taps, grads = train(True, True)
-    for got, want in zip((*taps.hidden_states, taps.final_BSH), (*plain_taps.hidden_states, plain_taps.final_BSH), strict=True):
+    for got, want in zip(
+        (*taps.hidden_states, taps.final_BSH), (*plain_taps.hidden_states, plain_taps.final_BSH), strict=True
+    ):
         assert torch.equal(got, want)
     _, unheard = train(True, False)
     assert grads.keys() == unheard.keys()

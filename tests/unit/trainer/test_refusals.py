@@ -160,6 +160,7 @@ UNFIT = {
     "hidden size": (lambda: draft(hidden_size=96), "hidden states of size 96, but the policy's are 64"),
     "vocabulary": (lambda: draft(vocab_size=512), "vocabulary of 512, but the policy's is 256"),
     "its taps": (lambda: draft(eagle_aux_hidden_state_layer_ids=[1, 2, 5]), r"must lie in 0\.\.4.*got 5"),
+    "order of its taps": (lambda: draft(eagle_aux_hidden_state_layer_ids=[2, 1, 3]), "must ascend"),
     "type": (lambda: 5, "draft must be one of .*int"),
     "missing folder": (lambda: "/no/such/folder", "'/no/such/folder' is not a folder"),
     "unknown name": (lambda: "eagle7", "neither a family .* nor a folder, nor could it be fetched"),
@@ -190,6 +191,8 @@ def test_folder_of_another_model_is_refused_as_a_draft(tmp_path):
         (dict(draft_vocab_size=512), r"draft_vocab_size \(512\) must be in 1\.\.256"),
         (dict(draft_vocab_size=-1), r"draft_vocab_size \(-1\) must be in 1\.\.256"),
         (dict(draft_tap_layers=[1, 2, 9]), r"draft_tap_layers \(\[1, 2, 9\]\) must lie in 0\.\.4.*got 9"),
+        (dict(draft_tap_layers=[3, 1, 2]), r"draft_tap_layers \(\[3, 1, 2\]\) must ascend, .* Pass \[1, 2, 3\]"),
+        (dict(draft_tap_layers=[1, 2, 2]), r"draft_tap_layers \(\[1, 2, 2\]\) must ascend, each id once"),
         (dict(draft_tap_layers=[-1, 2]), r"must lie in 0\.\.4.*got -1"),
     ],
 )
@@ -197,6 +200,13 @@ def test_folder_of_another_model_is_refused_as_a_draft(tmp_path):
 def test_fresh_draft_that_cannot_be_made_is_refused(tmp_path, changes, message, use_vllm):
     with pytest.raises(ValueError, match=message):
         codraft(tmp_path, use_vllm=use_vllm, vllm_mode="colocate", **changes)
+
+
+@pytest.mark.parametrize("num_layers", range(1, 9))
+def test_fresh_draft_of_a_shallow_policy_has_taps_that_the_engine_keeps_apart(tmp_path, num_layers):
+    tap_ids = codraft(tmp_path, model=tiny.policy(num_hidden_layers=num_layers)).draft.tap_ids
+    assert list(tap_ids) == sorted(set(tap_ids))
+    assert len(tap_ids) == min(num_layers, 3)
 
 
 def test_settings_of_a_fresh_draft_warn_beside_one_that_exists(tmp_path):

@@ -1,0 +1,209 @@
+"""The real vLLM on CPU: refits, proposals, losslessness and co-training (issue 2, "must be shown" 2; groups A and B).
+
+Engines of one process do not share it well, so every case of `engine_cases.py` runs in a process of its own, and several
+promises are checked in each.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+
+from hf_codraft import load_draft
+
+CASES = Path(__file__).with_name("engine_cases.py")
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "HF_HUB_OFFLINE": "1",
+}
+
+
+def run_case(case: str, folder: Path, **keywords) -> dict:
+    command = [sys.executable, str(CASES), case, str(folder), json.dumps(keywords)]
+    finished = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=500)
+    if finished.returncode != 0:
+        pytest.fail(f"{case} {keywords} failed:\n{finished.stderr[-4000:]}", pytrace=False)
+    return json.loads((folder / "result.json").read_text())
+
+
+# Refits and proposals
+
+REFITS = {
+    "llama, tied, full vocabulary": {},
+    "qwen3, untied, reduced vocabulary": dict(kind="qwen3", tie=False, vocab=100),
+    "llama, untied, draft with its own embeddings and every norm": dict(tie=False, variant=True),
+    "qwen3, LoRA, bf16 engine, reduced vocabulary": dict(kind="qwen3", lora=True, vocab=100, dtype="bfloat16"),
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(case, id=name, marks=[pytest.mark.slow] if case else []) for name, case in REFITS.items()],
+)
+def refit(request, tmp_path_factory) -> dict:
+    return run_case("refit", tmp_path_factory.mktemp("refit"), **request.param) | {"case": request.param}
+
+
+def in_fp32(refit: dict) -> dict:
+    if refit["case"].get("dtype") == "bfloat16":
+        pytest.skip("compared in fp32 only: in bf16 engine and transformers round in different places")
+    return refit
+
+
+def test_engine_has_the_trainers_tensors_after_every_refit(refit):
+    assert len(refit["refits"]) >= 3
+    for sides in refit["refits"].values():
+        assert sides == {"policy": [], "draft": []}
+    assert refit["dtypes"] == [f"torch.{refit['case'].get('dtype', 'float32')}"]
+
+
+def test_draft_shares_nothing_with_the_policy_but_embeddings_it_does_not_own(refit):
+    assert refit["shared"] == ([] if refit["case"].get("variant") else ["model.embed_tokens.weight"])
+    assert refit["policy_changed"] == []
+
+
+def test_tensors_that_do_not_fit_or_arrive_are_named(refit):
+    errors = refit["errors"]
+    assert "sends ['confidence.weight']" in errors["unknown"]
+    assert "expects ['norm.weight'] that the trainer does not send" in errors["missing"]
+    assert "draft differs from the trainer's in 1 tensors: ['fc.weight']" in errors["lost"]
+    if not refit["case"].get("variant"):
+        assert "shares ['embed_tokens.weight'] with the policy" in errors["borrowed"]
+
+
+def test_proposals_equal_those_of_our_draft_token_for_token(refit):
+    for proposals in (in_fp32(refit)["proposals"], refit["other_proposals"]):
+        assert proposals["wrong"] == []
+        assert proposals["equal"] >= 40
+        assert proposals["distinct"] >= 10
+
+
+def test_log_probs_equal_those_of_transformers_also_after_refits(refit):
+    """The packed matrices are made anew: with stale ones the second figure would be of the order of 1."""
+    assert in_fp32(refit)["logprob_difference"] < 1e-4  # fp32 sums in another order
+    assert refit["other_logprob_difference"] < 1e-4
+
+
+def test_completion_up_to_the_last_position_is_the_unspeculated_one(refit):
+    assert in_fp32(refit)["full_length"] == {"wrong": []}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [{}, dict(kind="qwen3", tie=False, vocab=100)], ids=str)
+def test_saved_draft_serves_in_an_engine_of_its_own(tmp_path, case):
+    result = run_case("saved", tmp_path, **case)
+    assert result.keys() == {"plain", "speculators"}
+    for proposals in result.values():
+        assert proposals["wrong"] == []
+        assert proposals["equal"] >= 20
+        assert proposals["accepted"] > 0
+
+
+# Losslessness
+
+# |z| of 15 or so tests at fixed seeds: 4 is one in 16,000 for each, and the fault on CPU gave +603
+MAX_Z = 4.0
+
+
+@pytest.fixture(scope="module", params=["probabilistic", "greedy"])
+def samples(request, tmp_path_factory) -> dict:
+    result = run_case("losslessness", tmp_path_factory.mktemp("samples"), method=request.param)
+    return result | {"method": request.param}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", ["1.0", "0.7", "2.0"])
+def test_speculative_sampling_is_lossless(samples, temperature):
+    """At 0.7 with top_p 0.9 and top_k 20; marginals of the first tokens and their joint distribution."""
+    result = samples[temperature]
+    tests = {name: result[name] for name in ("first", "second", "pair", "third") if name in result}
+    assert {name: test for name, test in tests.items() if abs(test["z"]) > MAX_Z} == {}
+    assert tests["second"]["cells"] >= 20
+    assert ("third" in tests) == (temperature == "0.7")
+    assert result["accept_length"] > (1.25 if samples["method"] == "probabilistic" else 1.02)
+
+
+@pytest.mark.slow
+def test_greedy_output_is_the_policys(samples):
+    assert samples["greedy"]["wrong"] == []
+    assert samples["greedy"]["accept_length"] > 1.02
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", ["1.0", "2.0"])
+def test_log_probs_under_speculation_are_the_policys(samples, temperature):
+    assert samples[temperature]["logprob_difference"] < 1e-4  # fp32 sums in another order
+
+
+# Co-training
+
+STEPS, FROZEN_STEPS, ROWS = 24, 10, 16
+
+
+@pytest.fixture(scope="module", params=[0, 1])
+def runs(request, tmp_path_factory) -> dict:
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("trained", "frozen")}
+    trained = run_case("co_training", folders["trained"], seed=request.param, frozen=False, steps=STEPS)
+    frozen = run_case("co_training", folders["frozen"], seed=request.param, frozen=True, steps=FROZEN_STEPS)
+
+    def steps(result):
+        return [entry for entry in result["log"] if "loss" in entry]
+
+    return {"trained": steps(trained), "frozen": steps(frozen), "folder": folders["trained"] / "out"}
+
+
+def mean(values) -> float:
+    return sum(values) / len(values)
+
+
+@pytest.mark.slow
+def test_co_training_raises_the_accept_length_above_the_frozen_draft(runs):
+    trained = [entry["draft/accept_length"] for entry in runs["trained"]]
+    frozen = [entry["draft/accept_length"] for entry in runs["frozen"]]
+    assert trained[0] == pytest.approx(frozen[0])
+    assert max(frozen) < 1.35
+    assert mean(trained[-5:]) > mean(frozen) + 0.2  # measured: +0.32 and more
+
+
+@pytest.mark.slow
+def test_every_step_logs_the_engine(runs):
+    for number, entry in enumerate(runs["trained"], start=1):
+        rates = [entry[f"draft/accept_rate/pos_{position}"] for position in range(3)]
+        assert 1 >= rates[0] >= rates[1] >= rates[2] >= 0
+        assert entry["draft/accept_length"] == pytest.approx(1 + sum(rates))
+        assert entry["refit/version"] == number
+        assert entry["time/generate"] > 0
+        assert entry["time/refit"] > 0
+        assert entry["sampling/sampling_logp_difference/max"] < 1e-4  # fp32 sums in another order
+
+
+@pytest.mark.slow
+def test_completions_table_has_the_accept_length_of_every_row(runs):
+    tables = sorted((runs["folder"] / "completions").glob("*.parquet"))
+    assert len(tables) == STEPS
+    for path in tables:
+        table = pd.read_parquet(path)
+        assert len(table) == ROWS
+        assert table["accept_length"].between(1, 4).all()
+    last = pd.read_parquet(tables[-1])["accept_length"]
+    assert last.nunique() > 1
+    # rows count alike here and steps in the metric
+    assert last.mean() == pytest.approx(runs["trained"][-1]["draft/accept_length"], rel=0.15)
+
+
+@pytest.mark.slow
+def test_checkpoint_and_final_draft_are_written_beside_the_policy(runs):
+    checkpoint = runs["folder"] / f"checkpoint-{STEPS}" / "draft"
+    final, saved = load_draft(runs["folder"] / "draft").state_dict(), load_draft(checkpoint).state_dict()
+    assert all(torch.equal(final[name], saved[name]) for name in final)
+    state = torch.load(checkpoint / "training_state.pt", weights_only=True)
+    assert state["refit_version"] == STEPS
+    assert state["learner"]["num_steps"] == STEPS
