@@ -85,6 +85,8 @@ format: install-dev
 # Tests make or ship what they need: a look at the Hub could only slow them down.
 test test-fast: export HF_HUB_OFFLINE := 1
 test test-fast: export DO_NOT_TRACK := 1
+# Tiny models are quickest on one thread, and engines of several tests do not fight for cores.
+test test-fast: export OMP_NUM_THREADS := 1
 
 test: lint
 	@$(BIN)/pytest -m "not gpu" $(ARGS)

@@ -240,7 +240,9 @@ def main() -> int:
         engine.close()
     print_results(results)
     if price:
-        print(f"long draft: {price['completion_tokens']} completion tokens, {price['minutes']:.1f} minutes, kept in the cache")
+        print(
+            f"long draft: {price['completion_tokens']} completion tokens, {price['minutes']:.1f} minutes, kept in the cache"
+        )
     if args.json:
         args.json.write_text(json.dumps({"results": results, "long_draft": price}, indent=2) + "\n")
     if not args.check:

@@ -17,12 +17,16 @@ def tokenizer() -> PreTrainedTokenizerFast:
     bpe.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     special = ["<pad>", "<eos>", "<bos>"]
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB + 3, special_tokens=special, initial_alphabet=sorted(alphabet)[: VOCAB - 3])
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB + 3, special_tokens=special, initial_alphabet=sorted(alphabet)[: VOCAB - 3]
+    )
     bpe.train_from_iterator([], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>")
 
 
-def policy(kind: str = "llama", *, tie: bool = True, seed: int = 0, **overrides) -> LlamaForCausalLM | Qwen3ForCausalLM:
+def policy(
+    kind: str = "llama", *, tie: bool = True, seed: int = 0, **overrides
+) -> LlamaForCausalLM | Qwen3ForCausalLM:
     config = dict(
         vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=128, num_hidden_layers=LAYERS, num_attention_heads=4,
         num_key_value_heads=2, head_dim=32, max_position_embeddings=512, tie_word_embeddings=tie, bos_token_id=2,
@@ -46,9 +50,13 @@ def save(model, folder: Path) -> str:
 
 def prompts(num: int = 32, seed: int = 0) -> Dataset:
     draw = random.Random(seed)
-    return Dataset.from_dict({"prompt": ["".join(draw.choices("abcdefgh ", k=draw.randint(1, 12))) for _ in range(num)]})
+    return Dataset.from_dict(
+        {"prompt": ["".join(draw.choices("abcdefgh ", k=draw.randint(1, 12))) for _ in range(num)]}
+    )
 
 
 def reward(completions, **kwargs) -> list[float]:
     """Share of letters that are vowels: graded, and different from row to row."""
-    return [sum(letter in "aeiou" for letter in text) / max(len(text), 1) + 0.01 * len(set(text)) for text in completions]
+    return [
+        sum(letter in "aeiou" for letter in text) / max(len(text), 1) + 0.01 * len(set(text)) for text in completions
+    ]

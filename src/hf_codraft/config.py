@@ -56,15 +56,22 @@ class CoDraftGRPOConfig(GRPOConfig):
     )
     draft_loss_type: str = field(
         default="kl",
-        metadata={"help": "Distance between policy and draft: 'kl', 'tv' (total variation), 'lk' (KL early, TV late), 'ce'."},
+        metadata={
+            "help": "Distance between policy and draft: 'kl', 'tv' (total variation), 'lk' (KL early, TV late), 'ce'."
+        },
     )
-    draft_loss_weight: float = field(default=1.0, metadata={"help": "Factor of the draft's loss; 0 does not train it."})
+    draft_loss_weight: float = field(
+        default=1.0, metadata={"help": "Factor of the draft's loss; 0 does not train it."}
+    )
     draft_learning_rate: float = field(
-        default=3e-4, metadata={"help": "Learning rate of the draft's own AdamW. Small drafts (hidden 576) learn at 1e-3."}
+        default=3e-4,
+        metadata={"help": "Learning rate of the draft's own AdamW. Small drafts (hidden 576) learn at 1e-3."},
     )
     draft_lr_scheduler_type: str = field(
         default="constant",
-        metadata={"help": "Schedule of the draft's learning rate, by transformers' name. 'constant' suits a moving policy."},
+        metadata={
+            "help": "Schedule of the draft's learning rate, by transformers' name. 'constant' suits a moving policy."
+        },
     )
     draft_warmup_steps: int = field(
         default=0, metadata={"help": "Optimizer steps over which the draft's learning rate rises from 0."}
@@ -87,7 +94,8 @@ class CoDraftGRPOConfig(GRPOConfig):
         },
     )
     ttt_pass_weights: list[float] | None = field(
-        default=None, metadata={"help": "Weight of the loss of every pass (num_speculative_tokens of them); 1 by default."}
+        default=None,
+        metadata={"help": "Weight of the loss of every pass (num_speculative_tokens of them); 1 by default."},
     )
     draft_teacher_temperature: str = field(
         default="rollout",
@@ -107,15 +115,19 @@ class CoDraftGRPOConfig(GRPOConfig):
         },
     )
     draft_warmup_epochs: int = field(default=1, metadata={"help": "Passes over the warm-up rollouts."})
-    draft_warmup_batch_size: int = field(default=16, metadata={"help": "Rows per optimizer step of the warm-up, a rank."})
+    draft_warmup_batch_size: int = field(
+        default=16, metadata={"help": "Rows per optimizer step of the warm-up, a rank."}
+    )
     draft_warmup_learning_rate: float | None = field(
         default=None, metadata={"help": "Peak learning rate of the warm-up (cosine); draft_learning_rate by default."}
     )
     freeze_draft: bool = field(
-        default=False, metadata={"help": "Do not train the draft during GRPO (a warm-up still does): the control of a claim."}
+        default=False,
+        metadata={"help": "Do not train the draft during GRPO (a warm-up still does): the control of a claim."},
     )
     draft_loss_chunk_size: int = field(
-        default=512, metadata={"help": "Positions whose logits exist at a time in the draft's loss; bounds its memory."}
+        default=512,
+        metadata={"help": "Positions whose logits exist at a time in the draft's loss; bounds its memory."},
     )
     rollout_dtype: str = field(
         default="auto",

@@ -72,7 +72,9 @@ class CoDraftGRPOTrainer(GRPOTrainer):
             name = model if isinstance(model, str) else model.config._name_or_path
             args = CoDraftGRPOConfig(f"{name.split('/')[-1]}-GRPO")
         if not isinstance(args, CoDraftGRPOConfig):
-            raise ValueError(f"args must be a CoDraftGRPOConfig (all GRPOConfig fields and the draft's), got {type(args)}.")
+            raise ValueError(
+                f"args must be a CoDraftGRPOConfig (all GRPOConfig fields and the draft's), got {type(args)}."
+            )
         self.draft: Eagle3Draft | None = None
         self.learner: DraftLearner | None = None
         self._draft_source = draft
@@ -127,7 +129,9 @@ class CoDraftGRPOTrainer(GRPOTrainer):
         with rollout_engine(speculation, args.engine_dtype):
             yield
         if not isinstance(self.vllm_generation, CoDraftVLLMGeneration):
-            raise RuntimeError("TRL did not build its engine through VLLMGeneration; see hf_codraft._compat.SUPPORTED.")
+            raise RuntimeError(
+                "TRL did not build its engine through VLLMGeneration; see hf_codraft._compat.SUPPORTED."
+            )
 
     def _build_draft(self, model: torch.nn.Module) -> Eagle3Draft:
         self.anatomy = PolicyAnatomy.of(model)
@@ -195,7 +199,9 @@ class CoDraftGRPOTrainer(GRPOTrainer):
         for position, rate in enumerate(total.accept_rates):
             metrics[f"draft/accept_rate/pos_{position}"].append(rate)
         metrics["refit/version"] = [float(self.vllm_generation.version)]
-        if len(rollouts.rows) == num_rows:  # tool calls generate a row in several turns, whose order TRL keeps to itself
+        if (
+            len(rollouts.rows) == num_rows
+        ):  # tool calls generate a row in several turns, whose order TRL keeps to itself
             self._log_completion_extra("accept_length", [row.accept_length for row in rollouts.rows])
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):

@@ -74,7 +74,9 @@ def run(argv: list[str]) -> int:
     args.output_dir.mkdir(parents=True, exist_ok=True)
     for variant in variants:
         console.print(f"[bold]2/3[/] {DESCRIPTIONS[variant]}")
-        status = subprocess.run([sys.executable, "-m", "hf_codraft.cli.main", "demo", *argv, "--variant", variant]).returncode
+        status = subprocess.run(
+            [sys.executable, "-m", "hf_codraft.cli.main", "demo", *argv, "--variant", variant]
+        ).returncode
         if status != 0:
             console.print(f"[red]The {variant} run failed[/] (exit status {status}); its messages are above.")
             return 1

@@ -60,9 +60,7 @@ def summarize(folders: dict[str, Path], scale: dict[str, int]) -> dict[str, Any]
     summary: dict[str, Any] = {
         "scale": scale,
         "accept_length": _ends(accept),
-        "accept_rate": {
-            f"pos_{i}": _ends(_column(main, f"draft/accept_rate/pos_{i}")) for i in range(positions)
-        },
+        "accept_rate": {f"pos_{i}": _ends(_column(main, f"draft/accept_rate/pos_{i}")) for i in range(positions)},
         "reward": _ends(_column(main, "reward")),
         "accuracy": _ends(_column(main, "rewards/accuracy/mean")),
         "rollout_tokens_per_second": {"speculative": _tokens_per_second(main, scale["rows"])},
@@ -142,7 +140,12 @@ def draw(folders: dict[str, Path], file: Path) -> None:
     for shift, end, shade in ((-0.2, "first", "#93c5fd"), (0.2, "last", "#2563eb")):
         rates = [_ends(_column(main, name))[end] for name in positions]
         axes[2].bar([i + 1 + shift for i in range(len(rates))], rates, 0.4, color=shade, label=f"{end} {_ENDS} steps")
-    axes[2].set(title="Drafted tokens accepted", xlabel="position in the draft", ylim=(0, 1), xticks=range(1, len(positions) + 1))
+    axes[2].set(
+        title="Drafted tokens accepted",
+        xlabel="position in the draft",
+        ylim=(0, 1),
+        xticks=range(1, len(positions) + 1),
+    )
     axes[2].legend(frameon=False)
     bottom = [0.0] * len(main)
     shades = {"generate": "#2563eb", "logprob": "#93c5fd", "policy": "#111827", "draft": "#f97316", "refit": "#a3a3a3"}
@@ -151,7 +154,9 @@ def draw(folders: dict[str, Path], file: Path) -> None:
         axes[3].bar(range(1, len(main) + 1), heights, bottom=bottom, color=shades[phase], label=phase)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     axes[3].set(title="Seconds a step", xlabel="step")
-    axes[3].legend(frameon=False, ncols=5, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), columnspacing=0.8)
+    axes[3].legend(
+        frameon=False, ncols=5, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), columnspacing=0.8
+    )
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(file, dpi=110)

@@ -317,7 +317,13 @@ class Eagle3Draft(PreTrainedModel):
                 branch_v.append(v)
                 q = attention.query(read, rotary)
             attended = branch_attention(
-                q, trunk_k, trunk_v, blocks=blocks, branch_k=branch_k, branch_v=branch_v, scale=attention.head_dim**-0.5
+                q,
+                trunk_k,
+                trunk_v,
+                blocks=blocks,
+                branch_k=branch_k,
+                branch_v=branch_v,
+                scale=attention.head_dim**-0.5,
             )
             prenorm = layer.finish(residual, attended)
             hidden = self.norm(prenorm)

@@ -132,13 +132,17 @@ def _read_config(data: dict[str, Any], weights: dict[str, torch.Tensor], source:
             "(LlamaForCausalLMEagle3, or speculators' eagle3)."
         )
     if data.get("model_type") != "llama":
-        raise ValueError(f"draft={source!r} has model_type={data.get('model_type')!r}; only Llama-type drafts are supported.")
+        raise ValueError(
+            f"draft={source!r} has model_type={data.get('model_type')!r}; only Llama-type drafts are supported."
+        )
     eagle = data.pop("eagle_config", None) or {}
     for name in ("eagle_aux_hidden_state_layer_ids", "norm_before_fc"):
         if eagle.get(name) is not None:
             data[name] = eagle[name]
     if eagle.get("use_aux_hidden_state") is False:
-        raise ValueError(f"draft={source!r} reads no auxiliary hidden states (EAGLE-1/2 style); that is not supported.")
+        raise ValueError(
+            f"draft={source!r} reads no auxiliary hidden states (EAGLE-1/2 style); that is not supported."
+        )
     data["has_own_embeddings"] = "embed_tokens.weight" in weights
     data["num_aux_hidden_states"] = data.get("num_aux_hidden_states") or len(
         data.get("eagle_aux_hidden_state_layer_ids") or (0, 0, 0)

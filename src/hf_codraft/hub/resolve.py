@@ -48,7 +48,9 @@ def fresh_eagle3(anatomy: PolicyAnatomy, options: DraftOptions) -> Eagle3Draft:
     tap_ids = tuple(options.draft_tap_layers or default_tap_ids(anatomy.num_layers))
     _check_tap_ids(tap_ids, anatomy.num_layers)
     if options.draft_vocab_size is not None and not 1 <= options.draft_vocab_size <= vocab_size:
-        raise ValueError(f"draft_vocab_size ({options.draft_vocab_size}) must be in 1..{vocab_size}, the policy's vocabulary.")
+        raise ValueError(
+            f"draft_vocab_size ({options.draft_vocab_size}) must be in 1..{vocab_size}, the policy's vocabulary."
+        )
     if options.draft_vocab_size not in (None, vocab_size) and options.draft_warmup_rollouts == 0:
         raise ValueError(
             f"draft_vocab_size ({options.draft_vocab_size}) is below the policy's vocabulary ({vocab_size}), and the ids are "
