@@ -385,17 +385,26 @@ def losslessness(folder: Path, *, method: str, num_samples: int = 4000) -> dict:
             entry["logprob_difference"] = logprob_difference(trainer, outputs[:100], texts, params["temperature"])
         result[str(params["temperature"])] = entry
 
-    texts = prompts(6)
-    outputs = generate(engine.llm, texts, max_tokens=20, temperature=0)
-    result["greedy"] = {
-        "wrong": [
-            ids
-            for ids, out in zip(texts, outputs)
-            if list(out.outputs[0].token_ids) != greedy_reference(trainer, ids, 20)
-        ],
-        "accept_length": Acceptance.total(engine.take_rollouts().rows).accept_length,
-    }
+    result["greedy"] = greedy_among_sampled(trainer)
     return result
+
+
+def greedy_among_sampled(trainer) -> dict:
+    """Greedy completions, alone and in one batch with sampled ones, against the policy's."""
+    engine, texts = trainer.vllm_generation, prompts(6)
+    engine.take_rollouts()
+    alone = generate(engine.llm, texts, max_tokens=20, temperature=0)
+    accept_length = Acceptance.total(engine.take_rollouts().rows).accept_length
+    mixed = [SamplingParams(temperature=t, max_tokens=20, ignore_eos=True) for _ in texts for t in (0.0, 1.0)]
+    inputs = [{"prompt_token_ids": ids} for ids in texts for _ in range(2)]
+    together = engine.llm.generate(inputs, mixed, use_tqdm=False)[::2]
+    wrong = [
+        ids
+        for ids, *outputs in zip(texts, alone, together)
+        for output in outputs
+        if list(output.outputs[0].token_ids) != greedy_reference(trainer, ids, 20)
+    ]
+    return {"wrong": wrong, "accept_length": accept_length}
 
 
 # Training

@@ -24,7 +24,9 @@ def test_quick_demo_leaves_policy_draft_figures_and_picture(tmp_path):
         "--output-dir",
         str(tmp_path),
     ]
-    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}  # a real model: all cores
+    environment = {
+        name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"
+    }  # a real model: all cores
     done = subprocess.run(command, capture_output=True, text=True, timeout=550, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 

@@ -167,6 +167,26 @@ def test_rejection_sampler_uses_the_function_we_replace():
     assert source(rejection_sampler.apply_sampling_constraints).count("expand_batch_to_tokens(") == 3
 
 
+def test_sampling_functions_that_are_replaced_keep_their_arguments():
+    """In place of vLLM's, so with its names, order and defaults, and called by the name that is exchanged."""
+    from vllm.v1.sample import rejection_sampler, sampler
+    from vllm.v1.spec_decode import llm_base_proposer
+
+    from hf_codraft.serving import cpu
+
+    pairs = [
+        (rejection_sampler.sample_recovered_tokens, cpu._sample_recovered),
+        (llm_base_proposer.compute_probs_and_sample_next_token, cpu._sample_draft),
+    ]
+    for theirs, ours in pairs:
+        wanted, given = (list(inspect.signature(function).parameters.values()) for function in (theirs, ours))
+        assert [p.default for p in given] == [p.default for p in wanted]
+        assert [p.name.removesuffix("_TV") for p in given] == [p.name for p in wanted]
+    assert "recovered_token_ids = sample_recovered_tokens(" in source(rejection_sampler.rejection_sample)
+    assert "return compute_probs_and_sample_next_token(" in source(llm_base_proposer)
+    assert sampler._SAMPLING_EPS == cpu.GREEDY_BELOW
+
+
 def test_engine_offers_what_refits_and_counts_need():
     from vllm import LLM
     from vllm.engine.arg_utils import EngineArgs
