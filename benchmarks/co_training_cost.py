@@ -52,7 +52,7 @@ class Scale:
     rows: int = 2
 
 
-FULL = Scale(prompt=256, completion=768, draft_vocab_size=1024, steps=2, rounds=2)
+FULL = Scale(prompt=256, completion=768, draft_vocab_size=1024, steps=2, rounds=1)
 QUICK = Scale(prompt=32, completion=96, draft_vocab_size=64, steps=2, rounds=1)
 
 

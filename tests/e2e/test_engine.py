@@ -170,7 +170,9 @@ def test_co_training_raises_the_accept_length_above_the_frozen_draft(runs):
     frozen = [entry["draft/accept_length"] for entry in runs["frozen"]]
     assert trained[0] == pytest.approx(frozen[0])
     assert max(frozen) < 1.35
-    assert mean(trained[-5:]) > mean(frozen) + 0.2  # measured: +0.32 and more
+    assert (
+        mean(trained[-5:]) > mean(frozen) + 0.12
+    )  # measured: +0.28 and +0.26, and 0.03 from step to step when frozen
 
 
 @pytest.mark.slow

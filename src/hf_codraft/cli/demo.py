@@ -123,9 +123,7 @@ def train_variant(variant: str, scale: Scale, args: argparse.Namespace) -> None:
             draft_vocab_size=1024,
             draft_warmup_rollouts=scale.warmup_rollouts,
             draft_warmup_epochs=scale.warmup_epochs,
-            draft_warmup_learning_rate=1e-3,
-            draft_learning_rate=3e-4,  # GRPO gives one small batch a step
-            draft_warmup_steps=2,
+            draft_learning_rate=1e-3,
             num_speculative_tokens=3,
         ),
         "frozen": dict(freeze_draft=True, num_speculative_tokens=3),

@@ -588,6 +588,12 @@ def test_select_draft_vocab_keeps_the_most_frequent(counts, size, always_keep, w
     assert torch.equal(counts, before)
 
 
+def test_select_draft_vocab_gives_ties_among_many_to_the_lower_ids():
+    counts = torch.zeros(5000)
+    counts[4000:4010] = 2
+    assert select_draft_vocab(counts, 1000).tolist() == [*range(990), *range(4000, 4010)]
+
+
 @pytest.mark.parametrize(("size", "always_keep"), [(0, ()), (6, ()), (1, (0, 2)), (-1, ())])
 def test_select_draft_vocab_refuses_impossible_sizes(size, always_keep):
     with pytest.raises(ValueError, match=rf"draft_vocab_size \({size}\) must be between"):

@@ -167,6 +167,22 @@ def test_the_plain_config_is_what_vllm_reads(tmp_path):
     assert type(AutoConfig.from_pretrained(tmp_path / "draft")) is LlamaConfig
 
 
+@pytest.mark.parametrize("flags", VARIANTS.values(), ids=VARIANTS)
+def test_the_speculators_config_keeps_the_drafts_fields_apart_from_the_layers(tmp_path, flags):
+    draft = tiny_draft(exact=False, **flags)
+    save_draft(draft, tmp_path / "draft", base_model="some/policy", layout="speculators")
+    config = read_config(tmp_path / "draft")
+    assert config["speculators_model_type"] == "eagle3"
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "some/policy"
+    layer = config["transformer_layer_config"]
+    assert layer["model_type"] == "llama" and layer["hidden_size"] == draft.config.hidden_size
+    norms = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    for name in (*norms, "draft_vocab_size", "eagle_aux_hidden_state_layer_ids"):
+        assert config[name] == getattr(draft.config, name)
+        assert name not in layer
+    assert config["target_hidden_size"] == (HIDDEN if draft.config.hidden_size != HIDDEN else None)
+
+
 @layouts
 def test_embeddings_are_never_tied(tmp_path, layout):
     draft = tiny_draft(exact=False, tie_word_embeddings=True, has_own_embeddings=True)
