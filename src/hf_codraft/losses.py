@@ -6,6 +6,7 @@ V draft vocabulary (a subset of the policy's when it is reduced), C one chunk of
 Everything is returned as sums and counts, so that splitting a batch over ranks or accumulation pieces is exact.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,33 +108,30 @@ def per_token_loss(
     raise ValueError(f"loss_type must be one of {LOSS_TYPES}, got {loss_type!r}.")
 
 
-def _chunk_sums(
-    hidden_KCH: torch.Tensor,
+def _pass_sums(
+    hidden_KCH: Iterable[torch.Tensor],
     head_VH: torch.Tensor,
     teacher: Teacher,
     index_KC: torch.Tensor,
     token_ids_KC: torch.Tensor,
     mask_KC: torch.Tensor,
     loss_type: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per-pass sums of loss and acceptance over one chunk of anchors; the teacher's logits are shared by all passes."""
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Sums of loss and acceptance over one chunk of anchors, pass by pass; all share the teacher's logits."""
     with torch.no_grad():
         # Masked positions share one row of zeros: they may hold inf or NaN, and 0 * NaN is NaN in a backward too.
         rows, inverse_KC = torch.unique(index_KC.masked_fill(~mask_KC, -1), return_inverse=True)
         teacher_hidden = teacher.hidden_TH[rows.clamp(min=0)].masked_fill((rows < 0)[:, None], 0.0)
         teacher_logits = teacher.logits(teacher_hidden) / teacher.temperature
-    losses, accepts = [], []
     for hidden_CH, inverse_C, token_ids_C, mask_C in zip(hidden_KCH, inverse_KC, token_ids_KC, mask_KC, strict=True):
         hidden_CH = torch.where(mask_C[:, None], hidden_CH, 0.0)
         draft_logits = _at_least_fp32(F.linear(hidden_CH, head_VH)) / teacher.temperature
         loss_C, accept_C = per_token_loss(draft_logits, teacher_logits[inverse_C], token_ids_C, loss_type=loss_type)
-        losses.append(torch.where(mask_C, loss_C, 0.0).sum())
-        accepts.append(torch.where(mask_C, accept_C, 0.0).sum())
-    return torch.stack(losses), torch.stack(accepts)
+        yield torch.where(mask_C, loss_C, 0.0).sum(), torch.where(mask_C, accept_C, 0.0).sum()
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Projects, compares and differentiates one chunk at a time, so that no logits outlive their chunk."""
+    """Projects, compares and differentiates one pass of one chunk at a time, so that no logits outlive their pass."""
 
     @staticmethod
     def forward(
@@ -155,16 +153,16 @@ class _ChunkedLoss(torch.autograd.Function):
         head = head_VH.detach().requires_grad_()
         for start in range(0, hidden_KAH.shape[1], chunk):
             part = slice(start, start + chunk)
-            hidden = hidden_KAH[:, part].detach().requires_grad_()
+            leaves = [hidden_AH[part].detach().requires_grad_() for hidden_AH in hidden_KAH]
             with torch.enable_grad():
-                sums_K, accepts_K = _chunk_sums(
-                    hidden, head, teacher, index_KA[:, part], token_ids_KA[:, part], mask_KA[:, part], loss_type
+                sums = _pass_sums(
+                    leaves, head, teacher, index_KA[:, part], token_ids_KA[:, part], mask_KA[:, part], loss_type
                 )
-                chunk_hidden, chunk_head = torch.autograd.grad((sums_K * weights_K).sum(), (hidden, head))
-            grad_hidden[:, part] = chunk_hidden
-            grad_head += chunk_head
-            loss_sum += sums_K.detach()
-            accept_sum += accepts_K.detach()
+                for k, (loss, accept) in enumerate(sums):
+                    grad_hidden[k, part], pass_head = torch.autograd.grad(loss * weights_K[k], (leaves[k], head))
+                    grad_head += pass_head
+                    loss_sum[k] += loss.detach()
+                    accept_sum[k] += accept
         ctx.save_for_backward(grad_hidden, grad_head.to(head_VH.dtype))
         ctx.mark_non_differentiable(loss_sum, accept_sum)
         return (loss_sum * weights_K).sum(), loss_sum, accept_sum
@@ -215,7 +213,8 @@ def draft_loss(
         zeros = torch.zeros_like(weights_K)
         return DraftLoss(loss, zeros, zeros, count_K)
     if chunk_size is None:
-        sums_K, accepts_K = _chunk_sums(hidden_KAH, head_VH, teacher, index_KA, token_ids_KA, mask_KA, loss_type)
+        sums = _pass_sums(hidden_KAH, head_VH, teacher, index_KA, token_ids_KA, mask_KA, loss_type)
+        sums_K, accepts_K = (torch.stack(column) for column in zip(*sums, strict=True))
         return DraftLoss((sums_K * weights_K).sum(), sums_K.detach(), accepts_K.detach(), count_K)
     loss, loss_sum_K, accept_sum_K = _ChunkedLoss.apply(
         hidden_KAH, head_VH, teacher, index_KA, token_ids_KA, mask_KA, loss_type, weights_K, chunk_size

@@ -26,9 +26,14 @@ ENVIRONMENT = {
 }
 
 
+# What trainers of earlier tests leave in the environment.
+NOT_INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "ACCELERATE_")
+
+
 def run_case(case: str, folder: Path, **keywords) -> dict:
     command = [sys.executable, str(CASES), case, str(folder), json.dumps(keywords)]
-    finished = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=500)
+    env = {name: value for name, value in os.environ.items() if not name.startswith(NOT_INHERITED)} | ENVIRONMENT
+    finished = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
     if finished.returncode != 0:
         pytest.fail(f"{case} {keywords} failed:\n{finished.stderr[-4000:]}", pytrace=False)
     return json.loads((folder / "result.json").read_text())

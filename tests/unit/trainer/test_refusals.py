@@ -1,5 +1,6 @@
 """What cannot work is refused when the trainer is made, with the name of the argument and the way out."""
 
+import os
 import sys
 import warnings
 
@@ -16,8 +17,13 @@ from hf_codraft.config import _LOSSY_ACCEPTANCE
 
 @pytest.fixture(autouse=True)
 def no_engine(monkeypatch):
-    """An engine that starts is a refusal that came too late."""
+    """An engine that starts is a refusal that came too late; what it would leave behind is undone."""
     monkeypatch.setattr(trl_engine, "LLM", lambda **kwargs: pytest.fail("an engine was started"))
+    monkeypatch.setattr("hf_codraft.serving.engine.repair_sampling", lambda: None)
+    environment = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 def draft(**changes) -> Eagle3Draft:
