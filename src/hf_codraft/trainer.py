@@ -79,6 +79,7 @@ class CoDraftGRPOTrainer(GRPOTrainer):
         self.learner: DraftLearner | None = None
         self._draft_source = draft
         self._seconds: dict[str, float] = defaultdict(float)
+        self.phase_seconds: list[dict[str, float]] = []  # a dict an optimizer step, with or without a draft
         self._pending: dict[str, torch.Tensor] | None = None
         self._is_warm = False
         self.num_warmup_tokens = 0
@@ -356,6 +357,8 @@ class _StepClock(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         seconds, self.trainer._seconds = self.trainer._seconds, defaultdict(float)
-        if self.trainer.draft is not None:
-            for phase in ("generate", "logprob", "policy", "draft", "refit"):
-                self.trainer._metrics["train"][f"time/{phase}"].append(seconds[phase])
+        phases = {phase: seconds[phase] for phase in ("generate", "logprob", "policy", "draft", "refit")}
+        self.trainer.phase_seconds.append(phases)
+        if self.trainer.draft is not None:  # without one the logs are GRPOTrainer's
+            for phase, value in phases.items():
+                self.trainer._metrics["train"][f"time/{phase}"].append(value)

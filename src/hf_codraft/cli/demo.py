@@ -163,7 +163,7 @@ def train_variant(variant: str, scale: Scale, args: argparse.Namespace) -> None:
     )
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
-    trainer.add_callback(StepPrinter(scale.steps))
+    trainer.add_callback(StepPrinter(scale.steps, trainer.phase_seconds))
     started = time.perf_counter()
     trainer.warm_up_draft()
     warmup_s = time.perf_counter() - started
@@ -176,6 +176,10 @@ def train_variant(variant: str, scale: Scale, args: argparse.Namespace) -> None:
     train_s = time.perf_counter() - started
     trainer.save_model()
     history = [entry for entry in trainer.state.log_history if "reward" in entry]
+    for entry, seconds in zip(history, trainer.phase_seconds, strict=True):
+        entry |= {
+            f"time/{phase}": value for phase, value in seconds.items()
+        }  # a run without a draft does not log them
     (output_dir / "history.json").write_text(
         json.dumps({"warmup_s": warmup_s, "train_s": train_s, "steps": history}, indent=1) + "\n"
     )

@@ -17,14 +17,15 @@ _ENDS = 3  # "first" and "last" are means over so many steps
 class StepPrinter(TrainerCallback):
     """One line a step, with what the step did and how long it took."""
 
-    def __init__(self, num_steps: int):
+    def __init__(self, num_steps: int, phase_seconds: list[dict[str, float]]):
         self.num_steps = num_steps
+        self.phase_seconds = phase_seconds
         self.console = Console()
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not logs or "reward" not in logs:
             return
-        seconds = {phase: logs.get(f"time/{phase}", 0.0) for phase in PHASES}
+        seconds = self.phase_seconds[-1]
         line = f"step {state.global_step:3d}/{self.num_steps}  reward {logs['reward']:.2f}"
         line += f"  tokens a completion {logs['completions/mean_length']:.0f}"
         if "draft/accept_length" in logs:
