@@ -139,7 +139,7 @@ def warm_long(policy: str, folder: str) -> None:
     os.environ.update(VLLM_LOGGING_LEVEL="ERROR", VLLM_CPU_KVCACHE_SPACE="1")
     import torch
 
-    from hf_codraft import CoDraftGRPOConfig, CoDraftGRPOTrainer
+    from hf_codraft import CoDraftGRPOConfig, CoDraftGRPOTrainer, save_draft
     from hf_codraft.cli.tasks import MAX_COMPLETION_LENGTH, TEMPERATURE, accuracy, sheets
 
     config = CoDraftGRPOConfig(
@@ -152,8 +152,6 @@ def warm_long(policy: str, folder: str) -> None:
         policy, accuracy, config, draft=f"{policy}/draft", train_dataset=sheets(LONG_ROLLOUTS, seed=1)
     )
     trainer.warm_up_draft()
-    from hf_codraft import save_draft
-
     save_draft(trainer.draft, Path(folder) / "draft", base_model=policy)
     (Path(folder) / "tokens.json").write_text(json.dumps(trainer.num_warmup_tokens))
 

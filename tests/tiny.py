@@ -10,6 +10,15 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
 
 VOCAB, HIDDEN, LAYERS = 256, 64, 8
 
+# Flags of the published EAGLE-3 variants, each alone.
+NORM_FLAGS = {
+    "plain": {},
+    "norm_before_residual": {"norm_before_residual": True},
+    "norm_before_fc": {"norm_before_fc": True},
+    "fc_norm": {"fc_norm": True},
+    "norm_output": {"norm_output": True},
+}
+
 
 def tokenizer() -> PreTrainedTokenizerFast:
     bpe = Tokenizer(models.BPE())

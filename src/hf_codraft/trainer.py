@@ -36,7 +36,6 @@ from hf_codraft.hub.checkpoint import (
     load_training_state,
     push_draft,
     save_draft,
-    save_training_checkpoint,
 )
 from hf_codraft.hub.resolve import resolve_draft
 from hf_codraft.policy.anatomy import PolicyAnatomy
@@ -200,9 +199,8 @@ class CoDraftGRPOTrainer(GRPOTrainer):
         for position, rate in enumerate(total.accept_rates):
             metrics[f"draft/accept_rate/pos_{position}"].append(rate)
         metrics["refit/version"] = [float(self.vllm_generation.version)]
-        if (
-            len(rollouts.rows) == num_rows
-        ):  # tool calls generate a row in several turns, whose order TRL keeps to itself
+        # Tool calls generate a row in several turns, whose order TRL keeps to itself.
+        if len(rollouts.rows) == num_rows:
             self._log_completion_extra("accept_length", [row.accept_length for row in rollouts.rows])
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
@@ -296,7 +294,7 @@ class CoDraftGRPOTrainer(GRPOTrainer):
         if self.draft is not None and self.args.should_save:
             run_folder = Path(self._get_output_dir(trial=trial))
             folder = run_folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}" / DRAFT_FOLDER
-            save_training_checkpoint(self.draft, folder, self._training_state(), base_model=self._base_model)
+            save_draft(self.draft, folder, base_model=self._base_model, training_state=self._training_state())
         super()._save_checkpoint(model, trial)
 
     def _training_state(self) -> dict[str, Any]:

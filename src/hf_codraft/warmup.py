@@ -76,9 +76,8 @@ def _choose_vocabulary(trainer: "CoDraftGRPOTrainer", rows: list[Row]) -> None:
     counts_V = torch.zeros(vocab_size, dtype=torch.float64)
     for prompt_ids, completion_ids in gather_object(rows):
         counts_V += torch.bincount(torch.tensor(completion_ids), minlength=vocab_size)
-        counts_V += (
-            torch.bincount(torch.tensor(prompt_ids), minlength=vocab_size) * 1e-3
-        )  # breaks ties among the unseen
+        # prompts only break ties among the unseen
+        counts_V += torch.bincount(torch.tensor(prompt_ids), minlength=vocab_size) * 1e-3
     kept = select_draft_vocab(
         counts_V, trainer.draft.config.draft_vocab_size, always_keep=tuple(trainer.eos_token_ids)
     )

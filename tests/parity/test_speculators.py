@@ -29,11 +29,7 @@ PASSES = 3
 DOCUMENTS = {"one document": [(4, 15)], "several documents": [(3, 9), (1, 1), (2, 0), (1, 0), (5, 8)]}
 documents = pytest.mark.parametrize("rows", DOCUMENTS.values(), ids=DOCUMENTS)
 VARIANTS = {
-    "plain": {},
-    "norm_before_residual": {"norm_before_residual": True},
-    "norm_before_fc": {"norm_before_fc": True},
-    "fc_norm": {"fc_norm": True},
-    "norm_output": {"norm_output": True},
+    **tiny.NORM_FLAGS,
     "three at once": {"norm_before_residual": True, "fc_norm": True, "norm_output": True},
     "reduced vocabulary": {"draft_vocab_size": 20},
 }

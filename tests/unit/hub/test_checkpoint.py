@@ -21,17 +21,12 @@ from hf_codraft.hub.checkpoint import (
     load_training_state,
     push_draft,
     save_draft,
-    save_training_checkpoint,
 )
 from hf_codraft.hub.resolve import check_fit, fresh_eagle3, resolve_draft
 from hf_codraft.policy.anatomy import PolicyAnatomy
 
 VARIANTS = {
-    "plain": {},
-    "norm_before_residual": {"norm_before_residual": True},
-    "norm_before_fc": {"norm_before_fc": True},
-    "fc_norm": {"fc_norm": True},
-    "norm_output": {"norm_output": True},
+    **tiny.NORM_FLAGS,
     "every norm": {"norm_before_residual": True, "norm_before_fc": True, "fc_norm": True, "norm_output": True},
     "reduced vocabulary": {"draft_vocab_size": 20},
     "own embeddings": {"has_own_embeddings": True},
@@ -519,7 +514,7 @@ def test_training_state_and_weights_come_back_in_place(tmp_path):
         tiny_draft(exact=False, seed=0),
         {"learner": {"num_steps": 3, "moment": torch.arange(3.0)}, "seed": 7},
     )
-    save_training_checkpoint(draft, tmp_path / "draft", state, base_model="")
+    save_draft(draft, tmp_path / "draft", base_model="", training_state=state)
     other = tiny_draft(exact=False, seed=1)
     pointers = [p.data_ptr() for p in other.parameters()]
     back = load_training_state(other, tmp_path / "draft")
