@@ -17,6 +17,7 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from hf_codraft.attention.layout import PackedLayout
+from hf_codraft.attention.shard import Shard
 from hf_codraft.drafts.eagle3 import Eagle3Draft, Eagle3DraftConfig
 from hf_codraft.taps.packed import PackedBatch, PolicyWeights
 
@@ -149,7 +150,7 @@ def tiny_batch(
         supervised.append(mask)
     tokens = layout.num_tokens
     return PackedBatch(
-        layout,
+        Shard(layout),
         torch.randint(VOCAB, (tokens,), generator=generator),
         torch.cat(supervised),
         torch.randn(tokens, NUM_TAPS * HIDDEN, generator=generator, dtype=torch.float64).to(dtype),

@@ -26,9 +26,9 @@ STEPS = 2
 def piece_of(rows, *, poisoned=False) -> PackedBatch:
     whole = tiny_batch(ROWS)
     index = torch.cat([torch.arange(*whole.layout.segments[row]) for row in rows])
-    layout = tiny_batch([ROWS[row] for row in rows]).layout
+    shard = tiny_batch([ROWS[row] for row in rows]).shard
     parts = (whole.token_ids_T, whole.supervised_T, whole.taps_TX, whole.hidden_TH)
-    piece = PackedBatch(layout, *(x[index] for x in parts))
+    piece = PackedBatch(shard, *(x[index] for x in parts))
     if poisoned:
         piece.taps_TX.fill_(torch.nan)
     return piece

@@ -20,6 +20,7 @@ from vllm import LLM, SamplingParams
 
 from hf_codraft import CoDraftGRPOConfig, CoDraftGRPOTrainer, Eagle3Draft, load_draft, save_draft
 from hf_codraft.attention.layout import PackedLayout
+from hf_codraft.attention.shard import Shard
 from hf_codraft.drafts.eagle3 import VLLM_METHOD, Eagle3DraftConfig
 from hf_codraft.policy.anatomy import PolicyAnatomy
 from hf_codraft.serving.acceptance import Acceptance
@@ -116,7 +117,7 @@ def reference_proposal(draft: Eagle3Draft, anatomy: PolicyAnatomy, ids: list[int
         tokens = torch.tensor(ids + proposal)
         padding = torch.zeros(len(tokens) - len(context), taps.shape[1])  # taps past the anchor are not looked at
         batch = PackedBatch(
-            PackedLayout.from_lengths([len(tokens)]), tokens, torch.ones(len(tokens), dtype=torch.bool),
+            Shard(PackedLayout.from_lengths([len(tokens)])), tokens, torch.ones(len(tokens), dtype=torch.bool),
             torch.cat([taps, padding]), torch.zeros(len(tokens), policy.head_VH.shape[1]),
         )  # fmt: skip
         hidden = draft(batch, policy, torch.tensor([anchor]), num_passes=step)[-1, 0]

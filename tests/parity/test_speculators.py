@@ -88,8 +88,8 @@ def our_logits(draft, batch, policy) -> torch.Tensor:
 
 
 def inside(batch) -> torch.Tensor:
-    """Passes and positions whose input token exists: `(passes, tokens)`."""
-    return torch.arange(batch.layout.num_tokens) + torch.arange(1, PASSES + 1)[:, None] < batch.layout.num_tokens
+    """Passes and positions whose input token exists in their own document: `(passes, tokens)`."""
+    return batch.layout.ahead(torch.arange(batch.layout.num_tokens), PASSES)[1:] >= 0
 
 
 @documents

@@ -14,7 +14,7 @@ position i + d - 1, and predicts token i + d + 1:
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -27,8 +27,8 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from hf_codraft.attention.branch import branch_attention
-from hf_codraft.attention.layout import trunk_blocks
+from hf_codraft.attention.tiled import TiledPasses, tiled_loss
+from hf_codraft.attention.trunk import Queries, Trunk
 from hf_codraft.drafts.vocabulary import check_mapping, kept_mask, offsets
 from hf_codraft.losses import DraftLoss, Teacher, draft_loss
 from hf_codraft.taps.packed import PackedBatch, PolicyWeights
@@ -279,6 +279,50 @@ class Eagle3Draft(PreTrainedModel):
         weight = policy.embedding_VH if self.embed_tokens is None else self.embed_tokens.weight
         return F.embedding(token_ids, weight).to(self.fc.weight.dtype)
 
+    def _start(
+        self, batch: PackedBatch, policy: PolicyWeights, ahead: "_Ahead", rows: torch.Tensor | slice
+    ) -> "_PassInput":
+        """What pass 1 reads at some of this rank's tokens."""
+        state = self.combine_taps(batch.taps_TX[rows].to(self.fc.weight.dtype))
+        read, residual = self.midlayer.read(self.embed(ahead.token_ids(1, rows), policy), state)
+        rotary = self._rotary(state, ahead.position_ids_T[rows])
+        return _PassInput(state, read, residual, rotary)
+
+    def _rotary(self, state: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        cos, sin = self.rotary_emb(state, positions[None])
+        return cos[0], sin[0]
+
+    def _run_passes(
+        self,
+        trunk: Trunk,
+        queries: Queries,
+        first: "_PassInput",
+        policy: PolicyWeights,
+        ahead: "_Ahead",
+        rows_A: torch.Tensor,
+        num_passes: int,
+    ) -> torch.Tensor:
+        """The states after the final norm of all passes at some anchors: `(passes, anchors, hidden)`."""
+        layer, attention = self.midlayer, self.midlayer.self_attn
+        state, read, residual, rotary = first.state, first.read, first.residual, first.rotary
+        branch_k: list[torch.Tensor] = []
+        branch_v: list[torch.Tensor] = []
+        outputs = []
+        for step in range(1, num_passes + 1):
+            if step > 1:
+                read, residual = layer.read(self.embed(ahead.token_ids(step, rows_A), policy), state)
+                rotary = self._rotary(state, ahead.position_ids_T[rows_A] + step - 1)
+                k, v = attention.key_value(read, rotary)
+                branch_k.append(k)
+                branch_v.append(v)
+            q = attention.query(read, rotary)
+            attended = trunk.attend(q, queries, branch_k=branch_k, branch_v=branch_v)
+            prenorm = layer.finish(residual, attended)
+            hidden = self.norm(prenorm)
+            outputs.append(hidden)
+            state = hidden if self.config.norm_output else prenorm
+        return torch.stack(outputs)
+
     def forward(
         self, batch: PackedBatch, policy: PolicyWeights, anchors_A: torch.Tensor, *, num_passes: int
     ) -> torch.Tensor:
@@ -287,49 +331,22 @@ class Eagle3Draft(PreTrainedModel):
         Args:
             batch ([`PackedBatch`]): text and taps.
             policy ([`PolicyWeights`]): lends the embeddings.
-            anchors_A (`torch.Tensor` of shape `(anchors,)`, int64): ascending trunk positions that draft.
+            anchors_A (`torch.Tensor` of shape `(anchors,)`, int64): ascending rows of the batch that draft.
             num_passes (`int`): passes of the training-time test; the number of tokens drafted in serving.
         """
-        layer, attention = self.midlayer, self.midlayer.self_attn
-        positions_T = batch.layout.position_ids_T
-        blocks = trunk_blocks(batch.layout, anchors_A.tolist())
+        ahead = _Ahead.of(batch, num_passes)
+        return self._forward(batch, policy, ahead, anchors_A, num_passes)
 
-        def token_after(index: torch.Tensor, steps: int) -> torch.Tensor:
-            return batch.token_ids_T[(index + steps).clamp(max=len(batch.token_ids_T) - 1)]
-
-        everywhere_T = torch.arange(batch.layout.num_tokens, device=anchors_A.device)
-        state = self.combine_taps(batch.taps_TX.to(self.fc.weight.dtype))
-        read_TC, residual = layer.read(self.embed(token_after(everywhere_T, 1), policy), state)
-        cos_T, sin_T = (x[0] for x in self.rotary_emb(state, positions_T[None]))
-        trunk_k, trunk_v = attention.key_value(read_TC, (cos_T, sin_T))
-        q = attention.query(read_TC[anchors_A], (cos_T[anchors_A], sin_T[anchors_A]))
-        residual = residual[anchors_A]
-
-        branch_k: list[torch.Tensor] = []
-        branch_v: list[torch.Tensor] = []
-        outputs = []
-        for step in range(1, num_passes + 1):
-            if step > 1:
-                read, residual = layer.read(self.embed(token_after(anchors_A, step), policy), state)
-                rotary = tuple(x[0] for x in self.rotary_emb(state, (positions_T[anchors_A] + step - 1)[None]))
-                k, v = attention.key_value(read, rotary)
-                branch_k.append(k)
-                branch_v.append(v)
-                q = attention.query(read, rotary)
-            attended = branch_attention(
-                q,
-                trunk_k,
-                trunk_v,
-                blocks=blocks,
-                branch_k=branch_k,
-                branch_v=branch_v,
-                scale=attention.head_dim**-0.5,
-            )
-            prenorm = layer.finish(residual, attended)
-            hidden = self.norm(prenorm)
-            outputs.append(hidden)
-            state = hidden if self.config.norm_output else prenorm
-        return torch.stack(outputs)
+    def _forward(
+        self, batch: PackedBatch, policy: PolicyWeights, ahead: "_Ahead", anchors_A: torch.Tensor, num_passes: int
+    ) -> torch.Tensor:
+        attention = self.midlayer.self_attn
+        start = self._start(batch, policy, ahead, slice(None))
+        k_TMD, v_TMD = attention.key_value(start.read, start.rotary)
+        trunk = Trunk(k_TMD, v_TMD, shard=batch.shard, scale=attention.head_dim**-0.5)
+        return self._run_passes(
+            trunk, trunk.queries(anchors_A), start.at(anchors_A), policy, ahead, anchors_A, num_passes
+        )
 
     def compute_loss(
         self,
@@ -346,43 +363,72 @@ class Eagle3Draft(PreTrainedModel):
 
         Anchor i is supervised in pass d where tokens i + 1 .. i + d + 1 all are (so no branch crosses a hole or a
         segment border); the teacher is the policy's distribution at position i + d.
+
+        With more anchors than `chunk_size`, tiles of so many run through all passes, the loss and the backward, one
+        after another (`attention.tiled`): the same gradient, in memory that hardly grows with the row. On a sharded row
+        the sums are this rank's; every rank must call this, and the backward.
         """
-        mask_KT = supervised_passes(batch, num_passes)
+        ahead = _Ahead.of(batch, num_passes)
+        mask_KT = ahead.mask_KT
         anchors_A = mask_KT[0].nonzero()[:, 0]
-        hidden_KAH = self(batch, policy, anchors_A, num_passes=num_passes)
-        steps_K1 = torch.arange(1, num_passes + 1, device=anchors_A.device)[:, None]
-        last = max(batch.layout.num_tokens - 1, 0)
-        index_KA = (anchors_A + steps_K1).clamp(max=last)
-        mask_KA = mask_KT[:, anchors_A]
-        target_ids_KA = batch.token_ids_T[(index_KA + 1).clamp(max=last)]
         kept_ids = self.kept_ids
         teacher = Teacher(
-            batch.hidden_TH.to(policy.head_VH.dtype),
+            ahead.hidden_EH.to(policy.head_VH.dtype),
             policy.head_VH[kept_ids] if self.has_reduced_vocab else policy.head_VH,
             None if policy.head_bias_V is None else policy.head_bias_V[kept_ids],
             temperature=temperature,
             scale=policy.logit_scale,
             softcap=policy.logit_softcap,
         )
-        token_ids_KA = target_ids_KA
-        num_covered = num_supervised = mask_KA[0].sum()
+        steps = range(1, num_passes + 1)
+        num_covered = num_supervised = mask_KT[0].sum()
         if self.has_reduced_vocab:
-            num_covered = (mask_KA[0] & self.t2d[target_ids_KA[0]]).sum()
-            token_ids_KA = torch.searchsorted(kept_ids, target_ids_KA).clamp(max=len(kept_ids) - 1)
+            num_covered = (mask_KT[0] & self.t2d[ahead.token_ids(2)]).sum()
             if loss_type == "ce":  # a token outside the draft's vocabulary has no cross-entropy
-                mask_KA = mask_KA & self.t2d[target_ids_KA]
-        loss = draft_loss(
-            hidden_KAH,
-            self.lm_head.weight,
-            teacher=teacher,
-            index_KA=index_KA,
-            token_ids_KA=token_ids_KA,
-            mask_KA=mask_KA,
-            loss_type=loss_type,
-            pass_weights=pass_weights,
-            chunk_size=chunk_size,
+                mask_KT = mask_KT & torch.stack([self.t2d[ahead.token_ids(step + 1)] for step in steps])
+
+        def loss_at(rows_A: torch.Tensor, hidden_KAH: torch.Tensor) -> DraftLoss:
+            token_ids_KA = torch.stack([ahead.token_ids(step + 1, rows_A) for step in steps])
+            if self.has_reduced_vocab:
+                token_ids_KA = torch.searchsorted(kept_ids, token_ids_KA).clamp(max=len(kept_ids) - 1)
+            return draft_loss(
+                hidden_KAH,
+                self.lm_head.weight,
+                teacher=teacher,
+                index_KA=ahead.rows_KT[1 : num_passes + 1, rows_A].clamp(min=0),
+                token_ids_KA=token_ids_KA,
+                mask_KA=mask_KT[:, rows_A],
+                loss_type=loss_type,
+                pass_weights=pass_weights,
+                chunk_size=chunk_size,
+            )
+
+        if chunk_size is None or len(anchors_A) <= chunk_size:
+            loss = loss_at(anchors_A, self._forward(batch, policy, ahead, anchors_A, num_passes))
+            total, loss_sum_K, accept_sum_K = loss.loss, loss.loss_sum_K, loss.accept_sum_K
+        else:
+            attention = self.midlayer.self_attn
+
+            def project(tile: slice) -> tuple[torch.Tensor, torch.Tensor]:
+                start = self._start(batch, policy, ahead, tile)
+                return attention.key_value(start.read, start.rotary)
+
+            def tile_loss(trunk: Trunk, queries: Queries, tile: slice) -> tuple[torch.Tensor, torch.Tensor]:
+                rows_A = anchors_A[tile]
+                first = self._start(batch, policy, ahead, rows_A)
+                hidden_KAH = self._run_passes(trunk, queries, first, policy, ahead, rows_A, num_passes)
+                loss = loss_at(rows_A, hidden_KAH)
+                return loss.loss, torch.stack([loss.loss_sum_K, loss.accept_sum_K])
+
+            passes = TiledPasses(
+                project, tile_loss, batch.shard, anchors_A, tile_size=chunk_size, scale=attention.head_dim**-0.5
+            )
+            total, (loss_sum_K, accept_sum_K) = tiled_loss(
+                passes, [parameter for parameter in self.parameters() if parameter.requires_grad]
+            )
+        return DraftLoss(
+            total, loss_sum_K, accept_sum_K, mask_KT.sum(1), num_covered=num_covered, num_supervised=num_supervised
         )
-        return replace(loss, num_covered=num_covered, num_supervised=num_supervised)
 
     def serving_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor that vLLM's drafter takes, by checkpoint name."""
@@ -396,17 +442,62 @@ class Eagle3Draft(PreTrainedModel):
             check_mapping(self.d2t, self.config.vocab_size)
 
 
+@dataclass(frozen=True)
+class _PassInput:
+    """What a pass reads at some tokens: the state, what attention reads, its residual, the rotary factors."""
+
+    state: torch.Tensor
+    read: torch.Tensor
+    residual: torch.Tensor
+    rotary: tuple[torch.Tensor, torch.Tensor]
+
+    def at(self, rows: torch.Tensor) -> "_PassInput":
+        return _PassInput(
+            self.state[rows], self.read[rows], self.residual[rows], (self.rotary[0][rows], self.rotary[1][rows])
+        )
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """What lies a few tokens after each of this rank's, on whatever rank it is.
+
+    Args:
+        rows_KT (`torch.Tensor` of shape `(passes + 2, tokens)`, int64): row of the token 0, 1, ... after each in the
+            tensors below, -1 past the end of its segment.
+        token_ids_E, supervised_E, hidden_EH: the batch's own rows and, behind them, those borrowed of other ranks.
+        position_ids_T (`torch.Tensor` of shape `(tokens,)`, int64): positions inside the segments.
+    """
+
+    rows_KT: torch.Tensor
+    token_ids_E: torch.Tensor
+    supervised_E: torch.Tensor
+    hidden_EH: torch.Tensor
+    position_ids_T: torch.Tensor
+
+    @classmethod
+    def of(cls, batch: PackedBatch, num_passes: int) -> "_Ahead":
+        """Collective on a sharded row."""
+        device = batch.token_ids_T.device
+        tensors = (batch.token_ids_T, batch.supervised_T, batch.hidden_TH)
+        token_ids_E, supervised_E, hidden_EH = batch.shard.extend(tensors, num_passes + 1)
+        rows_KT = batch.shard.ahead(num_passes + 1, device)
+        return cls(rows_KT, token_ids_E, supervised_E, hidden_EH, batch.shard.position_ids(device))
+
+    def token_ids(self, step: int, rows: torch.Tensor | slice = slice(None)) -> torch.Tensor:
+        """The token `step` after each of some rows; any id past the end of a segment, where nothing is supervised."""
+        return self.token_ids_E[self.rows_KT[step, rows].clamp(min=0)]
+
+    @property
+    def mask_KT(self) -> torch.Tensor:
+        """Which tokens are supervised in which pass: `(passes, tokens)`, bool."""
+        rows = []
+        alive_T = torch.ones_like(self.rows_KT[0], dtype=torch.bool)
+        for rows_T in self.rows_KT[1:]:
+            alive_T = alive_T & (rows_T >= 0) & self.supervised_E[rows_T.clamp(min=0)]
+            rows.append(alive_T)
+        return torch.stack(rows[1:])  # the token after an anchor is an input, not a prediction
+
+
 def supervised_passes(batch: PackedBatch, num_passes: int) -> torch.Tensor:
-    """Which trunk positions are supervised in which pass: `(passes, tokens)`, bool."""
-    tokens = batch.layout.num_tokens
-    position_T = torch.arange(tokens, device=batch.supervised_T.device)
-    end_T = torch.zeros_like(position_T)
-    for start, end in batch.layout.segments:
-        end_T[start:end] = end
-    rows = []
-    alive_T = torch.ones_like(batch.supervised_T)
-    for step in range(1, num_passes + 2):
-        inside_T = position_T + step < end_T
-        alive_T = alive_T & inside_T & batch.supervised_T[(position_T + step).clamp(max=max(tokens - 1, 0))]
-        rows.append(alive_T)
-    return torch.stack(rows[1:])  # the token i + 1 itself is an input, not a prediction
+    """Which of a batch's tokens are supervised in which pass: `(passes, tokens)`, bool. Collective on a sharded row."""
+    return _Ahead.of(batch, num_passes).mask_KT

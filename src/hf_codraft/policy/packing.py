@@ -6,6 +6,7 @@ Legend: B rows, S padded length, T packed tokens, P left padding included prompt
 import torch
 
 from hf_codraft.attention.layout import PackedLayout
+from hf_codraft.attention.shard import Shard
 from hf_codraft.taps.packed import PackedBatch
 from hf_codraft.taps.recorder import Taps
 
@@ -23,9 +24,9 @@ def pack_rows(
     """
     present_BS = attention_mask_BS.bool()
     lengths = [n for n in present_BS.sum(1).tolist() if n > 0]
-    layout = PackedLayout.from_lengths(lengths, device=token_ids_BS.device)
+    layout = PackedLayout.from_lengths(lengths)
     return PackedBatch(
-        layout,
+        Shard(layout),
         token_ids_BS[present_BS],
         supervised_BS.bool()[present_BS],
         torch.cat([x[present_BS] for x in taps.hidden_states], -1),

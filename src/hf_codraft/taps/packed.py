@@ -8,16 +8,17 @@ from dataclasses import dataclass
 import torch
 
 from hf_codraft.attention.layout import PackedLayout
+from hf_codraft.attention.shard import Shard
 
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """One packed row of text with what the policy thought of it; made by `policy.packing`, read by drafts.
+    """One rank's part of a packed row of text, with what the policy thought of it; made by `policy.packing`, read by drafts.
 
     Every tensor is detached from the policy: no gradient of a draft's loss can reach it.
 
     Args:
-        layout ([`PackedLayout`]): where each document of the row lies.
+        shard ([`Shard`]): where each document of the row lies, and which of its tokens these are.
         token_ids_T (`torch.Tensor` of shape `(tokens,)`, int64): the text.
         supervised_T (`torch.Tensor` of shape `(tokens,)`, bool): tokens that the policy itself sampled (and, in a
             warm start, any token that may be learnt from). A draft is never asked to predict another one.
@@ -25,11 +26,16 @@ class PackedBatch:
         hidden_TH (`torch.Tensor` of shape `(tokens, hidden)`): its hidden states after the final norm.
     """
 
-    layout: PackedLayout
+    shard: Shard
     token_ids_T: torch.Tensor
     supervised_T: torch.Tensor
     taps_TX: torch.Tensor
     hidden_TH: torch.Tensor
+
+    @property
+    def layout(self) -> PackedLayout:
+        """Of the whole row."""
+        return self.shard.layout
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,8 @@ def reference_hidden(draft, batch, policy, num_passes) -> list[torch.Tensor]:
     state = state @ weights["fc.weight"].T
     keys, values, masks, outputs = [], [], [], []
     for d in range(1, num_passes + 1):
-        read_ids = torch.tensor([batch.token_ids_T[min(i + d, tokens - 1)] for i in range(tokens)])
+        ends = [end for start, end in batch.layout.segments for _ in range(start, end)]
+        read_ids = torch.tensor([batch.token_ids_T[i + d if i + d < ends[i] else 0] for i in range(tokens)])
         embedded = rms(policy.embedding_VH[read_ids], weights["midlayer.input_layernorm.weight"])
         normed = rms(state, weights["midlayer.hidden_norm.weight"])
         residual = normed if config.norm_before_residual else state
@@ -206,7 +207,7 @@ def test_states_equal_the_reference_at_anchors_with_holes():
     draft, batch, policy = tiny_draft(), tiny_batch(ROWS["mixed"]), tiny_weights()
     anchors = torch.tensor([0, 1, 4, 9, 14, 15, 22, 23, 40])
     got = draft(batch, policy, anchors, num_passes=3)
-    # past its segment a branch reads tokens that are not its own, in the reference as well
+    # past its segment a branch reads a token that is not its own, in the reference as well
     want = torch.stack(reference_hidden(draft, batch, policy, 3))[:, anchors]
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
 
@@ -220,7 +221,7 @@ def perturbed(batch, *, tokens=(), states=()) -> PackedBatch:
     ids[list(tokens)] = (ids[list(tokens)] + 7) % VOCAB
     taps[list(states)] += 1.0
     hidden[list(states)] -= 1.0
-    return PackedBatch(batch.layout, ids, batch.supervised_T, taps, hidden)
+    return PackedBatch(batch.shard, ids, batch.supervised_T, taps, hidden)
 
 
 @pytest.mark.parametrize("t", [0, 3, 8])
@@ -267,9 +268,9 @@ def test_segments_of_a_packed_row_do_not_see_one_another():
     sums = torch.zeros(3, dtype=torch.float64)
     grads = [torch.zeros_like(p) for p in draft.parameters()]
     for row, (start, end) in zip(rows, batch.layout.segments, strict=True):
-        layout = tiny_batch([row]).layout
+        shard = tiny_batch([row]).shard
         parts = (batch.token_ids_T, batch.supervised_T, batch.taps_TX, batch.hidden_TH)
-        loss = draft.compute_loss(PackedBatch(layout, *(x[start:end] for x in parts)), policy, num_passes=3)
+        loss = draft.compute_loss(PackedBatch(shard, *(x[start:end] for x in parts)), policy, num_passes=3)
         sums += loss.loss_sum_K
         grads = [g + n for g, n in zip(grads, torch.autograd.grad(loss.loss, list(draft.parameters())), strict=True)]
     torch.testing.assert_close(whole.loss_sum_K, sums, rtol=1e-12, atol=1e-12)

@@ -20,9 +20,9 @@ def pieces_of(sizes) -> list:
     pieces, first = [], 0
     for size in sizes:
         start, end = (whole.layout.cu_seqlens[i] for i in (first, first + size))
-        layout = tiny_batch(ROWS[first : first + size]).layout
+        shard = tiny_batch(ROWS[first : first + size]).shard
         parts = (whole.token_ids_T, whole.supervised_T, whole.taps_TX, whole.hidden_TH)
-        pieces.append(replace(whole, layout=layout, **dict(zip(
+        pieces.append(replace(whole, shard=shard, **dict(zip(
             ("token_ids_T", "supervised_T", "taps_TX", "hidden_TH"), (x[start:end] for x in parts), strict=True
         ))))  # fmt: skip
         first += size

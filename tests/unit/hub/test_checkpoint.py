@@ -51,7 +51,7 @@ def loss_of(draft) -> torch.Tensor:
     batch = tiny_batch([(3, 9), (1, 5)], dtype=torch.float32)
     if len(draft.tap_ids) == 2:
         batch = type(batch)(
-            batch.layout, batch.token_ids_T, batch.supervised_T, batch.taps_TX[:, : 2 * HIDDEN], batch.hidden_TH
+            batch.shard, batch.token_ids_T, batch.supervised_T, batch.taps_TX[:, : 2 * HIDDEN], batch.hidden_TH
         )
     return draft.compute_loss(batch, tiny_weights(dtype=torch.float32), num_passes=3).loss
 

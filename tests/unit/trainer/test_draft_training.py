@@ -12,6 +12,7 @@ from fixed_rollouts import EOS, FixedCoDraftGRPOTrainer, codraft, grpo, logged, 
 from transformers import TrainerCallback
 
 from hf_codraft.attention.layout import PackedLayout
+from hf_codraft.attention.shard import Shard
 from hf_codraft.taps.packed import PackedBatch
 
 SCALARS = ("loss", "loss_pass_1", "loss_pass_2", "vocab_coverage", "grad_norm", "learning_rate", "skipped_steps")
@@ -88,7 +89,7 @@ def test_first_loss_is_that_of_unpadded_rows_and_transformers_hidden_states(tmp_
             states = oracle_policy(ids[None], output_hidden_states=True).hidden_states
             taps = torch.cat([states[j][0] for j in trainer.draft.tap_ids], -1)
             supervised = torch.arange(len(ids)) >= len(prompt)
-            batch = PackedBatch(PackedLayout.from_lengths([len(ids)]), ids, supervised, taps, states[-1][0])
+            batch = PackedBatch(Shard(PackedLayout.from_lengths([len(ids)])), ids, supervised, taps, states[-1][0])
             policy = replace(borrowed, embedding_VH=oracle_policy.get_input_embeddings().weight)
             loss = trainer.draft.compute_loss(batch, policy, num_passes=2, temperature=temperature, chunk_size=None)
         loss_sum += loss.loss_sum_K

@@ -1,0 +1,171 @@
+"""How the trunk's keys and values reach the queries of other ranks, and how their gradients come home.
+
+Legend: T tokens of a rank, M key/value heads, D head size.
+
+| route | keys and values | their gradients |
+|---|---|---|
+| `ring` | whole shards hop from neighbour to neighbour, N - 1 times | hop along behind them, N times (arXiv 2609.07108) |
+| `direct` | what a peer's queries see, straight to it | straight home, in one hop |
+
+Keys and values travel in their own dtype, gradients in fp32 (fp64 for fp64).
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from hf_codraft.attention.blocks import needed_keys
+from hf_codraft.attention.layout import Run
+from hf_codraft.attention.merge import stat_dtype
+from hf_codraft.attention.shard import Shard
+from hf_codraft.attention.transport import Delivery, Spec
+
+ROUTES = ("direct", "ring")
+
+
+@dataclass(frozen=True)
+class PeerKeys:
+    """Keys and values of one rank's tokens, as they lie in `runs`; made by [`KeyExchange`], read by `trunk`."""
+
+    rank: int
+    runs: tuple[Run, ...]
+    k_TMD: torch.Tensor
+    v_TMD: torch.Tensor
+
+
+class KeyExchange:
+    """Moves one trunk's keys, values and their gradients between ranks. Every method is collective.
+
+    Args:
+        shard ([`Shard`]): this rank's part of the row.
+        window (`int`, *optional*): sliding window; keys outside of it do not travel on the direct route.
+    """
+
+    def __init__(self, shard: Shard, *, window: int | None = None):
+        self.shard, self.window = shard, window
+        self.rank, self.world = shard.cp_rank, shard.layout.world
+
+    def ranges(self, query_rank: int, key_rank: int) -> tuple[tuple[int, int], ...]:
+        """Rows of `key_rank` that some token of `query_rank` sees."""
+        return needed_keys(self.shard.blocks(query_rank, key_rank, self.window))
+
+    def runs_from(self, peer: int) -> tuple[Run, ...]:
+        """Which tokens this rank gets from a peer on the direct route, and where they lie in what it gets."""
+        runs: list[Run] = []
+        offset = 0
+        for start, end in self.ranges(self.rank, peer):
+            for run in self.shard.layout.runs(peer):
+                a, b = max(start, run.offset), min(end, run.offset + run.end - run.start)
+                if a < b:
+                    token = run.start + a - run.offset
+                    runs.append(Run(token, token + b - a, offset))
+                    offset += b - a
+        return tuple(sorted(runs, key=lambda run: run.start))
+
+    def num_from(self, query_rank: int, key_rank: int) -> int:
+        """Tokens of `key_rank` that travel to `query_rank` on the direct route."""
+        return sum(end - start for start, end in self.ranges(query_rank, key_rank))
+
+    def own(self, k_TMD: torch.Tensor, v_TMD: torch.Tensor) -> PeerKeys:
+        return PeerKeys(self.rank, self.shard.layout.runs(self.rank), k_TMD, v_TMD)
+
+    def _ask(self, step: int, k_TMD: torch.Tensor, v_TMD: torch.Tensor) -> tuple[int, Delivery]:
+        source, target = (self.rank - step) % self.world, (self.rank + step) % self.world
+        wanted = self.ranges(target, self.rank)
+        num_tokens = self.num_from(self.rank, source)
+        specs = [Spec((num_tokens, *x.shape[1:]), x.dtype) for x in (k_TMD, v_TMD)]
+        deliveries = self.shard.transport.exchange(
+            [(target, [_take(x, wanted) for x in (k_TMD, v_TMD)])],
+            [(source, specs)],
+            layout_id=self.shard.layout.layout_id,
+            device=k_TMD.device,
+            what="keys and values",
+        )
+        return source, deliveries[0]
+
+    def fetch(self, k_TMD: torch.Tensor, v_TMD: torch.Tensor, steps: range) -> Iterator[PeerKeys]:
+        """What the ranks at these distances hold and this rank needs; each comes while the one before is used."""
+        asked = [self._ask(step, k_TMD, v_TMD) for step in steps[:1]]
+        for step in [*steps[1:], None]:
+            if not asked:
+                return
+            source, delivery = asked.pop()
+            k, v = delivery.wait()
+            if step is not None:
+                asked.append(self._ask(step, k_TMD, v_TMD))
+            yield PeerKeys(source, self.runs_from(source), k, v)
+
+    def send_home(
+        self, step: int, grad_k: torch.Tensor, grad_v: torch.Tensor
+    ) -> Callable[[torch.Tensor, torch.Tensor], None]:
+        """Sends the gradients of what [`fetch`] got at this distance to its owner.
+
+        Returns what waits for the gradients of this rank's own keys that the opposite rank found, and adds them.
+        """
+        source, target = (self.rank - step) % self.world, (self.rank + step) % self.world
+        ranges = self.ranges(target, self.rank)
+        spec = Spec((self.num_from(target, self.rank), *grad_k.shape[1:]), grad_k.dtype)
+        deliveries = self.shard.transport.exchange(
+            [(source, [grad_k, grad_v])],
+            [(target, [spec, spec])],
+            layout_id=self.shard.layout.layout_id,
+            device=grad_k.device,
+            what="gradients of keys and values",
+        )
+
+        def add(own_grad_k: torch.Tensor, own_grad_v: torch.Tensor) -> None:
+            for own, got in zip((own_grad_k, own_grad_v), deliveries[0].wait()):
+                start = 0
+                for a, b in ranges:
+                    own[a:b] += got[start : start + b - a]
+                    start += b - a
+
+        return add
+
+    def hop(self, source: int, tensors: list[torch.Tensor], what: str) -> list[torch.Tensor]:
+        """Passes the tensors of a shard on to the next rank and takes those of `source`'s from the one before."""
+        num_tokens = self.shard.layout.num_local(source)
+        deliveries = self.shard.transport.exchange(
+            [((self.rank + 1) % self.world, tensors)],
+            [((self.rank - 1) % self.world, [Spec((num_tokens, *x.shape[1:]), x.dtype) for x in tensors])],
+            layout_id=self.shard.layout.layout_id,
+            device=tensors[0].device,
+            what=what,
+        )
+        return deliveries[0].wait()
+
+    def circulate(self, k_TMD: torch.Tensor, v_TMD: torch.Tensor) -> Iterator[PeerKeys]:
+        """The ring: every other rank's whole shard, nearest first."""
+        travelling = [k_TMD, v_TMD]
+        for source in self.shard.peers:
+            travelling = self.hop(source, travelling, "keys and values")
+            yield PeerKeys(source, self.shard.layout.runs(source), travelling[0], travelling[1])
+
+    def circulate_gradients(
+        self,
+        k_TMD: torch.Tensor,
+        v_TMD: torch.Tensor,
+        differentiate: Callable[[PeerKeys, torch.Tensor, torch.Tensor], None],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The ring's backward: gradients hop along behind their keys and are home after a full round.
+
+        Args:
+            differentiate (callable): adds the gradients of one shard's keys and values in place.
+
+        Returns:
+            The gradients of this rank's own keys and values, other ranks' parts included.
+        """
+        dtype = stat_dtype(k_TMD.dtype)
+        travelling = [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k_TMD, v_TMD)]
+        differentiate(self.own(k_TMD, v_TMD), *travelling)
+        for keys in self.circulate(k_TMD, v_TMD):
+            travelling = self.hop(keys.rank, travelling, "gradients of keys and values")
+            differentiate(keys, *travelling)
+        if self.world > 1:
+            travelling = self.hop(self.rank, travelling, "gradients of keys and values")
+        return travelling[0], travelling[1]
+
+
+def _take(x_TMD: torch.Tensor, ranges: tuple[tuple[int, int], ...]) -> torch.Tensor:
+    return torch.cat([x_TMD[start:end] for start, end in ranges]) if ranges else x_TMD[:0]

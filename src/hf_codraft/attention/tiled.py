@@ -1,0 +1,138 @@
+"""A draft's passes over one tile of positions at a time, so that memory hardly grows with the row.
+
+Legend: T tokens of this rank, A queries, M key/value heads, D head size.
+
+In a draft of one layer, pass p at position i needs only position i of pass p - 1 and the trunk's keys and values, which
+are projections of the layer's input. So: project and exchange the trunk once; then, tile by tile, run all passes, the
+vocabulary loss and the backward, and drop the tile; return the trunk's gradients once; and backpropagate them through
+the projection, tile by tile again. What remains of every token are its key and value and their gradients.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_codraft.attention.shard import Shard
+from hf_codraft.attention.trunk import Queries, Trunk
+
+Project = Callable[[slice], tuple[torch.Tensor, torch.Tensor]]
+TileLoss = Callable[[Trunk, Queries, slice], tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class TiledPasses:
+    """What [`tiled_loss`] runs; made by a draft.
+
+    Args:
+        project (callable): keys and values `(tokens, kv_heads, head_dim)` of a slice of this rank's tokens.
+        tile_loss (callable): from the trunk, a tile's queries and their slice of `rows`: the tile's loss (with a gradient)
+            and its statistics (without, of one shape). It is called with an empty slice too.
+        shard ([`Shard`]): this rank's part of the row.
+        rows (`torch.Tensor` of shape `(queries,)`, int64): ascending rows of this rank's tokens that query.
+        tile_size (`int`): queries, or tokens to project, at a time.
+        scale, window, num_kept, kernel: see [`Trunk`].
+    """
+
+    project: Project
+    tile_loss: TileLoss
+    shard: Shard
+    rows: torch.Tensor
+    tile_size: int
+    scale: float
+    window: int | None = None
+    num_kept: int | None = None
+    kernel: str = "aten"
+
+    def __post_init__(self) -> None:
+        if self.tile_size < 1:
+            raise ValueError(f"tile_size must be at least 1, got {self.tile_size}.")
+
+    def tiles(self, num_rows: int, num_rounds: int = 0) -> list[slice]:
+        """Slices of `tile_size` rows, and empty ones up to `num_rounds`."""
+        tiles = [slice(start, min(start + self.tile_size, num_rows)) for start in range(0, num_rows, self.tile_size)]
+        return tiles + [slice(num_rows, num_rows)] * max(num_rounds - len(tiles), 0)
+
+
+@contextmanager
+def _no_autocast_cache() -> Iterator[None]:
+    """Weights that autocast has cast under one tile's graph must not be found by the next, whose graph is another."""
+    was_enabled = torch.is_autocast_cache_enabled()
+    torch.clear_autocast_cache()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(was_enabled)
+
+
+def _rounds(passes: TiledPasses, trunk: Trunk) -> int:
+    """Tiles that every rank must run: where keys are streamed, each pass of a tile is collective."""
+    own = len(passes.tiles(len(passes.rows)))
+    shard = passes.shard
+    if trunk.num_kept == shard.layout.world - 1:
+        return own
+    count = torch.tensor([float(own)], device=passes.rows.device)
+    return int(max(own, *(x.item() for x in shard.gather(count))))
+
+
+def _add(sums: list[torch.Tensor | None], grads: Sequence[torch.Tensor | None]) -> None:
+    for number, grad in enumerate(grads):
+        if grad is not None:
+            total = sums[number]
+            sums[number] = grad if total is None else total.add_(grad)
+
+
+class _TiledLoss(torch.autograd.Function):
+    """One node of the graph, whose inputs are the parameters: DDP's and FSDP's hooks see an ordinary backward."""
+
+    @staticmethod
+    def forward(ctx: Any, passes: TiledPasses, *parameters: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        token_tiles = passes.tiles(passes.shard.num_tokens) or [slice(0, 0)]
+        sums: list[torch.Tensor | None] = [None] * len(parameters)
+        with _no_autocast_cache():
+            parts = [passes.project(tile) for tile in token_tiles]
+            k_TMD, v_TMD = (torch.cat(column) for column in zip(*parts))
+            del parts
+            trunk = Trunk(
+                k_TMD, v_TMD, shard=passes.shard, scale=passes.scale, window=passes.window, num_kept=passes.num_kept,
+                kernel=passes.kernel,
+            )  # fmt: skip
+            queries = trunk.queries(passes.rows)
+            loss_sum, statistics = torch.zeros((), dtype=torch.float32, device=k_TMD.device), None
+            for tile in passes.tiles(len(passes.rows), max(_rounds(passes, trunk), 1)):
+                with torch.enable_grad():
+                    loss, stats = passes.tile_loss(trunk, queries.part(tile.start, tile.stop), tile)
+                    _add(sums, torch.autograd.grad(loss, parameters, allow_unused=True))
+                loss_sum = loss_sum.to(loss.dtype) + loss.detach()
+                statistics = stats if statistics is None else statistics + stats
+                del loss, stats
+            grad_k, grad_v = (x.to(k_TMD.dtype) for x in trunk.take_gradients())
+            del trunk, queries
+            for tile in token_tiles:
+                with torch.enable_grad():
+                    outputs = passes.project(tile)
+                    _add(
+                        sums, torch.autograd.grad(outputs, parameters, (grad_k[tile], grad_v[tile]), allow_unused=True)
+                    )
+        ctx.save_for_backward(*[torch.zeros_like(p) if x is None else x for x, p in zip(sums, parameters)])
+        assert statistics is not None
+        ctx.mark_non_differentiable(statistics)
+        return loss_sum, statistics
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, *(saved * grad for saved in ctx.saved_tensors)
+
+
+def tiled_loss(passes: TiledPasses, parameters: Sequence[nn.Parameter]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss and statistics summed over all tiles; the gradient of the loss is ready when this returns. Collective.
+
+    Args:
+        passes ([`TiledPasses`]): what to run.
+        parameters (`Sequence[nn.Parameter]`): everything that the loss depends on and that asks for a gradient.
+    """
+    return _TiledLoss.apply(passes, *parameters)

@@ -1,0 +1,332 @@
+"""Attention over a trunk that is sharded over ranks, joined with keys that stay on the rank of their query.
+
+Legend: T tokens of this rank, A queries (anchors), N query heads, M key/value heads, D head size.
+
+A policy attends to the trunk alone ([`trunk_attention`]). Pass d of EAGLE-3's training-time test attends, at anchor i,
+to the trunk keys of its segment up to i and to the keys of passes 2..d at i alone (the cache that vLLM's drafter holds
+at depth d):
+
+    keys ->             trunk 0 1 2 3     pass 2   pass 3
+    anchor 2, pass 3:         x x x .     K_2[2]   K_3[2]
+
+The softmax is joint. Its parts are computed apart and merged by log-sum-exp; the backward is exact, because every part
+is differentiated with the joint output and log-sum-exp (`kernels.differentiate_blocks_`). The published scheme
+(arXiv 2609.07108) circulates the trunk in every pass; here it is exchanged once, kept for all passes, and its gradients
+return once.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hf_codraft.attention.blocks import Block, clip, needed_keys, runs_of, visible_blocks
+from hf_codraft.attention.exchange import ROUTES, KeyExchange, PeerKeys
+from hf_codraft.attention.kernels import (
+    attend_blocks_,
+    check_kernel,
+    differentiate_blocks_,
+    expand_heads,
+    sum_groups,
+)
+from hf_codraft.attention.layout import PackedLayout, Run
+from hf_codraft.attention.merge import empty_part, merge_, stat_dtype
+from hf_codraft.attention.shard import Shard
+
+
+class Queries:
+    """Some tokens of this rank that query a trunk, and what they see of every rank's keys.
+
+    Args:
+        trunk ([`Trunk`]): what they attend to.
+        rows (`torch.Tensor` of shape `(queries,)`, int64, *optional*): ascending rows of this rank's tokens; all of them
+            by default.
+    """
+
+    def __init__(self, trunk: "Trunk", rows: torch.Tensor | None = None):
+        self._trunk = trunk
+        layout, rank = trunk.shard.layout, trunk.shard.cp_rank
+        self.num_queries = trunk.shard.num_tokens if rows is None else len(rows)
+        self._runs = layout.runs(rank) if rows is None else runs_of(trunk.shard.index[rows.cpu()].tolist())
+        self._blocks: dict[tuple[int, bool], tuple[Block, ...]] = {}
+
+    def blocks(self, keys: PeerKeys, is_whole: bool) -> tuple[Block, ...]:
+        """What they see of some keys; `is_whole` where those are all that their rank holds."""
+        key = (keys.rank, is_whole)
+        if key not in self._blocks:
+            trunk = self._trunk
+            self._blocks[key] = visible_blocks(trunk.shard.layout, self._runs, keys.runs, window=trunk.window)
+        return self._blocks[key]
+
+    def part(self, start: int, end: int) -> "Queries":
+        """Queries `[start, end)` of these."""
+        part = Queries.__new__(Queries)
+        part._trunk = self._trunk
+        part.num_queries = end - start
+        part._runs = _clip_runs(self._runs, start, end)
+        part._blocks = {key: clip(blocks, start, end) for key, blocks in self._blocks.items()}
+        return part
+
+
+def _clip_runs(runs: tuple[Run, ...], start: int, end: int) -> tuple[Run, ...]:
+    clipped = []
+    for run in runs:
+        a, b = max(run.offset, start), min(run.offset + run.end - run.start, end)
+        if a < b:
+            clipped.append(Run(run.start + a - run.offset, run.start + b - run.offset, a - start))
+    return tuple(clipped)
+
+
+class Trunk:
+    """Keys and values of a packed, sharded row, open for any number of passes. Making one is collective.
+
+    Args:
+        k_TMD, v_TMD (`torch.Tensor` of shape `(tokens, kv_heads, head_dim)`): of this rank's tokens.
+        shard ([`Shard`]): which tokens those are.
+        scale (`float`): factor of the scores, usually `head_dim ** -0.5`.
+        window (`int`, *optional*): sliding window; a query sees itself and `window - 1` tokens before it.
+        route (`str`): `"direct"`, or `"ring"` for the published scheme (nothing is kept then).
+        num_kept (`int`, *optional*): of how many other ranks, nearest first, the keys are kept for all passes (and their
+            gradients returned once); the others' come anew in every pass. All by default; see [`num_kept_within`].
+        kernel (`str`): see `kernels`.
+    """
+
+    def __init__(
+        self,
+        k_TMD: torch.Tensor,
+        v_TMD: torch.Tensor,
+        *,
+        shard: Shard,
+        scale: float,
+        window: int | None = None,
+        route: str = "direct",
+        num_kept: int | None = None,
+        kernel: str = "aten",
+    ):
+        if route not in ROUTES:
+            raise ValueError(f"route must be one of {ROUTES}, got {route!r}.")
+        if len(k_TMD) != shard.num_tokens or k_TMD.shape != v_TMD.shape:
+            raise ValueError(
+                f"k_TMD {tuple(k_TMD.shape)} and v_TMD {tuple(v_TMD.shape)} must have one shape and a row for each of this "
+                f"rank's {shard.num_tokens} tokens (context-parallel rank {shard.cp_rank})."
+            )
+        check_kernel(kernel, k_TMD)
+        others = shard.layout.world - 1
+        self.shard, self.scale, self.window, self.route, self.kernel = shard, scale, window, route, kernel
+        self.num_kept = 0 if route == "ring" else others if num_kept is None else min(max(num_kept, 0), others)
+        self.exchange = KeyExchange(shard, window=window)
+        self.k_TMD, self.v_TMD = k_TMD.detach(), v_TMD.detach()
+        self._kept = list(self.exchange.fetch(self.k_TMD, self.v_TMD, range(1, self.num_kept + 1)))
+        self._gradients: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+        self._opened = _OpenTrunk.apply(k_TMD, v_TMD, self)
+
+    def queries(self, rows: torch.Tensor | None = None) -> Queries:
+        """Some of this rank's tokens as queries (see [`Queries`])."""
+        return Queries(self, rows)
+
+    def attend(
+        self,
+        q_AND: torch.Tensor,
+        queries: Queries,
+        *,
+        branch_k: Sequence[torch.Tensor] = (),
+        branch_v: Sequence[torch.Tensor] = (),
+    ) -> torch.Tensor:
+        """Joint attention of every query over the trunk and its own branch keys. Collective unless all is kept.
+
+        Args:
+            q_AND (`torch.Tensor` of shape `(queries, heads, head_dim)`): one row for each of `queries`.
+            queries ([`Queries`]): made by [`queries`].
+            branch_k, branch_v (sequences of `torch.Tensor` of shape `(queries, kv_heads, head_dim)`):
+                keys and values of the earlier passes and this one; row n belongs to query n alone.
+
+        Returns:
+            `torch.Tensor` of shape `(queries, heads, head_dim)` in the dtype of `q_AND`.
+        """
+        if len(q_AND) != queries.num_queries:
+            raise ValueError(f"q_AND has {len(q_AND)} rows, but there are {queries.num_queries} queries.")
+        return _Attend.apply(q_AND, self._opened, self, queries, len(branch_k), *branch_k, *branch_v)
+
+    def _streamed_steps(self) -> range:
+        return range(self.num_kept + 1, self.shard.layout.world)
+
+    def _streamed(self) -> Any:
+        if self.route == "ring":
+            return self.exchange.circulate(self.k_TMD, self.v_TMD)
+        return self.exchange.fetch(self.k_TMD, self.v_TMD, self._streamed_steps())
+
+    def attend_(self, out_AND: torch.Tensor, lse_AN: torch.Tensor, q_AND: torch.Tensor, queries: Queries) -> None:
+        """Merges the trunk's part into `out` and `lse` in place."""
+        is_ring = self.route == "ring"
+        own = self.exchange.own(self.k_TMD, self.v_TMD)
+        for source in (iter([own]), iter(self._kept), self._streamed()):
+            for keys in source:
+                blocks = queries.blocks(keys, is_ring or keys is own)
+                attend_blocks_(
+                    out_AND, lse_AN, q_AND, keys.k_TMD, keys.v_TMD, blocks=blocks, scale=self.scale, kernel=self.kernel
+                )
+
+    def differentiate_(
+        self,
+        grad_q_AND: torch.Tensor,
+        grad_AND: torch.Tensor,
+        q_AND: torch.Tensor,
+        out_AND: torch.Tensor,
+        lse_AN: torch.Tensor,
+        queries: Queries,
+    ) -> None:
+        """Adds the queries' gradient in place, and the keys' and values' to what [`take_gradients`] hands over."""
+        own = self.exchange.own(self.k_TMD, self.v_TMD)
+        is_ring = self.route == "ring"
+
+        def differentiate(keys: PeerKeys, grad_k: torch.Tensor, grad_v: torch.Tensor) -> None:
+            differentiate_blocks_(
+                grad_q_AND, grad_k, grad_v, grad_AND, q_AND, keys.k_TMD, keys.v_TMD, out_AND, lse_AN,
+                blocks=queries.blocks(keys, is_ring or keys.rank == own.rank), scale=self.scale, kernel=self.kernel,
+            )  # fmt: skip
+
+        if self._gradients is None:
+            self._gradients = [_zeros(keys) for keys in (own, *self._kept)]
+        own_grad_k, own_grad_v = self._gradients[0]
+        if is_ring:
+            grad_k, grad_v = self.exchange.circulate_gradients(self.k_TMD, self.v_TMD, differentiate)
+            own_grad_k += grad_k
+            own_grad_v += grad_v
+            return
+        for keys, gradients in zip((own, *self._kept), self._gradients):
+            differentiate(keys, *gradients)
+        arriving = []
+        for step, keys in zip(self._streamed_steps(), self._streamed()):
+            gradients = _zeros(keys)
+            differentiate(keys, *gradients)
+            arriving.append(self.exchange.send_home(step, *gradients))
+        for add in arriving:
+            add(own_grad_k, own_grad_v)
+
+    def take_gradients(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradients of this rank's keys and values over all passes and ranks, and forgets them. Collective."""
+        own = self.exchange.own(self.k_TMD, self.v_TMD)
+        gradients = self._gradients or [_zeros(keys) for keys in (own, *self._kept)]
+        self._gradients = None
+        arriving = [self.exchange.send_home(step, *pair) for step, pair in enumerate(gradients[1:], start=1)]
+        for add in arriving:
+            add(*gradients[0])
+        return gradients[0]
+
+
+def _zeros(keys: PeerKeys) -> tuple[torch.Tensor, torch.Tensor]:
+    dtype = stat_dtype(keys.k_TMD.dtype)
+    grad_k, grad_v = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (keys.k_TMD, keys.v_TMD))
+    return grad_k, grad_v
+
+
+class _OpenTrunk(torch.autograd.Function):
+    """Hands the trunk's gradients to autograd after the backward of every pass (each depends on what this returns)."""
+
+    @staticmethod
+    def forward(ctx: Any, k_TMD: torch.Tensor, v_TMD: torch.Tensor, trunk: Trunk) -> torch.Tensor:
+        ctx.trunk = trunk
+        return k_TMD.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        grad_k, grad_v = ctx.trunk.take_gradients()
+        return grad_k.to(ctx.trunk.k_TMD.dtype), grad_v.to(ctx.trunk.v_TMD.dtype), None
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q_AND: torch.Tensor,
+        opened: torch.Tensor,
+        trunk: Trunk,
+        queries: Queries,
+        num_branch: int,
+        *branch: torch.Tensor,
+    ) -> torch.Tensor:
+        num_heads, num_kv_heads = q_AND.shape[1], trunk.k_TMD.shape[1]
+        out, lse = empty_part(q_AND)
+        trunk.attend_(out, lse, q_AND, queries)
+        grouped = q_AND.to(lse.dtype).unflatten(1, (num_kv_heads, -1))
+        for k_AMD, v_AMD in zip(branch[:num_branch], branch[num_branch:], strict=True):
+            # product and sum, not einsum: under autocast a matrix product would round the scores to bf16
+            score_AN = (grouped * k_AMD.to(lse.dtype)[:, :, None]).sum(-1).flatten(1) * trunk.scale
+            merge_(out, lse, expand_heads(v_AMD, num_heads).to(lse.dtype), score_AN)
+        out = out.to(q_AND.dtype)
+        ctx.save_for_backward(q_AND, out, lse, *branch)
+        ctx.trunk, ctx.queries, ctx.num_branch = trunk, queries, num_branch
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_AND: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q_AND, out, lse, *branch = ctx.saved_tensors
+        trunk = ctx.trunk
+        num_heads, num_kv_heads = q_AND.shape[1], trunk.k_TMD.shape[1]
+        grad_q = torch.zeros(q_AND.shape, dtype=lse.dtype, device=q_AND.device)
+        trunk.differentiate_(grad_q, grad_AND, q_AND, out, lse, ctx.queries)
+
+        grads_k, grads_v = [], []
+        grad_wide, q_wide = grad_AND.to(lse.dtype), q_AND.to(lse.dtype)
+        delta_AN = (grad_wide * out.to(lse.dtype)).sum(-1)
+        for k_AMD, v_AMD in zip(branch[: ctx.num_branch], branch[ctx.num_branch :], strict=True):
+            k_b, v_b = expand_heads(k_AMD, num_heads).to(lse.dtype), expand_heads(v_AMD, num_heads).to(lse.dtype)
+            prob_AN = torch.exp((q_wide * k_b).sum(-1) * trunk.scale - lse)
+            grad_score_AN = prob_AN * ((grad_wide * v_b).sum(-1) - delta_AN) * trunk.scale
+            grad_q += grad_score_AN[..., None] * k_b
+            grads_k.append(sum_groups(grad_score_AN[..., None] * q_wide, num_kv_heads).to(k_AMD.dtype))
+            grads_v.append(sum_groups(prob_AN[..., None] * grad_wide, num_kv_heads).to(v_AMD.dtype))
+        opened = torch.zeros((), dtype=trunk.k_TMD.dtype, device=q_AND.device)
+        return (grad_q.to(q_AND.dtype), opened, None, None, None, *grads_k, *grads_v)
+
+
+def trunk_attention(
+    q_TND: torch.Tensor,
+    k_TMD: torch.Tensor,
+    v_TMD: torch.Tensor,
+    *,
+    shard: Shard,
+    scale: float,
+    window: int | None = None,
+    route: str = "direct",
+    keep_remote: bool = False,
+    kernel: str = "aten",
+) -> torch.Tensor:
+    """Causal attention of every token over its own segment, wherever its keys lie. Collective, backward included.
+
+    Args:
+        q_TND (`torch.Tensor` of shape `(tokens, heads, head_dim)`): queries of this rank's tokens.
+        k_TMD, v_TMD (`torch.Tensor` of shape `(tokens, kv_heads, head_dim)`): their keys and values, not expanded.
+        shard ([`Shard`]): which tokens those are.
+        scale, window, route, kernel: see [`Trunk`].
+        keep_remote (`bool`): keep the keys of other ranks for the backward instead of fetching them again.
+
+    Returns:
+        `torch.Tensor` of shape `(tokens, heads, head_dim)` in the dtype of `q_TND`.
+    """
+    num_kept = None if keep_remote else 0
+    trunk = Trunk(k_TMD, v_TMD, shard=shard, scale=scale, window=window, route=route, num_kept=num_kept, kernel=kernel)
+    return trunk.attend(q_TND, trunk.queries())
+
+
+def num_kept_within(
+    layout: PackedLayout, *, bytes_per_token: int, budget_bytes: int, window: int | None = None
+) -> int:
+    """Of how many other ranks a trunk can be kept in a memory budget: the same answer on every rank.
+
+    Args:
+        layout ([`PackedLayout`]): of the row.
+        bytes_per_token (`int`): keys, values and the gradients of both, of one token.
+        budget_bytes (`int`): bytes that the fullest rank may spend on other ranks' keys.
+        window (`int`, *optional*): sliding window.
+    """
+    spent = [0] * layout.world
+    for step in range(1, layout.world):
+        for rank in range(layout.world):
+            blocks = visible_blocks(
+                layout, layout.runs(rank), layout.runs((rank - step) % layout.world), window=window
+            )
+            spent[rank] += bytes_per_token * sum(end - start for start, end in needed_keys(blocks))
+        if max(spent) > budget_bytes:
+            return step - 1
+    return layout.world - 1
