@@ -5,7 +5,7 @@ split over accumulation pieces and ranks, the gradient is that of the whole.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,6 +56,8 @@ class DraftLearner:
         loss_weight (`float`): factor of the whole loss.
         scheduler (`str`), scheduler_steps (`int`), warmup_steps (`int`): transformers' learning-rate schedule.
         autocast (callable): opens the mixed-precision context of the draft's forward.
+        groups (`Sequence[dist.ProcessGroup]`, *optional*): process groups over which gradients and sums are added up, one
+            after another; by default the one of all ranks, if there is one.
     """
 
     draft: Eagle3Draft
@@ -72,6 +74,7 @@ class DraftLearner:
     scheduler_steps: int | None = None
     warmup_steps: int = 0
     autocast: Callable[[], AbstractContextManager] = nullcontext
+    groups: Sequence[dist.ProcessGroup | None] | None = None
     num_steps: int = field(default=0, init=False)
     num_skipped: int = field(default=0, init=False)
     num_skipped_in_a_row: int = field(default=0, init=False)
@@ -166,10 +169,13 @@ class DraftLearner:
     def _reduce_gradients(self) -> torch.Tensor:
         """All gradients in one flat tensor, summed over ranks together with the sums and counts."""
         flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in self.parameters])
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(flat)
-            dist.all_reduce(self._sums)
-            dist.all_reduce(self._covered)
+        groups = self.groups
+        if groups is None:
+            has_peers = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+            groups = [dist.group.WORLD] if has_peers else []
+        for group in groups:
+            for tensor in (flat, self._sums, self._covered):
+                dist.all_reduce(tensor, group=group)
         return flat
 
     def _scatter_gradients(self, flat: torch.Tensor) -> None:

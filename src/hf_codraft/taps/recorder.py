@@ -3,7 +3,7 @@
 Legend: B rows, S padded length, H hidden width.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -57,6 +57,44 @@ def _first_tensor(output: object) -> torch.Tensor:
     return tensor.detach()
 
 
+@contextmanager
+def tap_hooks(
+    layers: Sequence[nn.Module],
+    final_norm: nn.Module,
+    tap_ids: Iterable[int],
+    keep: Callable[[int, torch.Tensor], None],
+) -> Iterator[None]:
+    """Calls `keep(tap_id, hidden state)` in every forward that runs inside, detached.
+
+    Args:
+        layers (`Sequence[nn.Module]`): the policy's decoder layers in order.
+        final_norm (`nn.Module`): the norm before the head.
+        tap_ids (`Iterable[int]`): as in [`TapSpec`]; `len(layers) + 1` is the final hidden state, after the norm.
+        keep (callable): takes what was captured.
+    """
+
+    def register(tap_id: int) -> RemovableHandle:
+        if tap_id == 0:
+
+            def before(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+                keep(0, _first_tensor(args[0] if args else kwargs["hidden_states"]))
+
+            return layers[0].register_forward_pre_hook(before, with_kwargs=True)
+
+        def after(module: nn.Module, args: object, output: object) -> None:
+            keep(tap_id, _first_tensor(output))
+
+        module = final_norm if tap_id == len(layers) + 1 else layers[tap_id - 1]
+        return module.register_forward_hook(after)
+
+    handles = [register(tap_id) for tap_id in dict.fromkeys(tap_ids)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 class TapRecorder:
     """Forward hooks on decoder layers that exist only while [`recording`] is open.
 
@@ -73,39 +111,18 @@ class TapRecorder:
         self.layers = layers
         self.final_norm = final_norm
         self.spec = spec
-        self._captured: dict[object, list[torch.Tensor]] = {}
-
-    def _keep(self, key: object, tensor: torch.Tensor) -> None:
-        self._captured.setdefault(key, []).append(tensor)
-
-    def _hook(self, tap_id: int) -> RemovableHandle:
-        if tap_id == 0:
-
-            def before(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-                self._keep(0, _first_tensor(args[0] if args else kwargs["hidden_states"]))
-
-            return self.layers[0].register_forward_pre_hook(before, with_kwargs=True)
-
-        def after(module: nn.Module, args: object, output: object) -> None:
-            self._keep(tap_id, _first_tensor(output))
-
-        return self.layers[tap_id - 1].register_forward_hook(after)
+        self._captured: dict[int, list[torch.Tensor]] = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Captures every forward that runs inside; read them with [`take`] afterwards."""
         self._captured.clear()
 
-        def after_norm(module: nn.Module, args: object, output: object) -> None:
-            self._keep("final", _first_tensor(output))
+        def keep(tap_id: int, tensor: torch.Tensor) -> None:
+            self._captured.setdefault(tap_id, []).append(tensor)
 
-        handles = [self._hook(tap_id) for tap_id in dict.fromkeys(self.spec.tap_ids)]
-        handles.append(self.final_norm.register_forward_hook(after_norm))
-        try:
+        with tap_hooks(self.layers, self.final_norm, (*self.spec.tap_ids, len(self.layers) + 1), keep):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def take(self) -> Taps:
         """Hands over what was captured and forgets it; several forwards are joined along their rows.
@@ -114,7 +131,7 @@ class TapRecorder:
             RuntimeError: if no forward ran while recording, or a layer was skipped in one.
         """
         captured, self._captured = self._captured, {}
-        lists = [captured.get(key, []) for key in (*self.spec.tap_ids, "final")]
+        lists = [captured.get(tap_id, []) for tap_id in (*self.spec.tap_ids, len(self.layers) + 1)]
         if not lists[-1] or any(len(x) != len(lists[-1]) for x in lists):
             raise RuntimeError(
                 f"taps {list(self.spec.tap_ids)} and the final norm were seen {[len(x) for x in lists]} times; each must "
