@@ -127,7 +127,10 @@ class CoDraftGRPOConfig(GRPOConfig):
     )
     draft_loss_chunk_size: int = field(
         default=512,
-        metadata={"help": "Positions whose logits exist at a time in the draft's loss; bounds its memory."},
+        metadata={
+            "help": "Positions that the draft is trained on at a time: all passes, the loss and the backward of so many, then "
+            "the next; bounds its memory."
+        },
     )
     rollout_dtype: str = field(
         default="auto",

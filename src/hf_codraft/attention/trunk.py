@@ -35,35 +35,29 @@ from hf_codraft.attention.shard import Shard
 
 
 class Queries:
-    """Some tokens of this rank that query a trunk, and what they see of every rank's keys.
+    """Some tokens of this rank that query a trunk, and what they see of every rank's keys; made by [`Trunk.queries`].
 
     Args:
-        trunk ([`Trunk`]): what they attend to.
-        rows (`torch.Tensor` of shape `(queries,)`, int64, *optional*): ascending rows of this rank's tokens; all of them
-            by default.
+        layout ([`PackedLayout`]): of the trunk.
+        runs (`tuple[Run, ...]`): which tokens, and in which rows of the query tensor they lie.
+        num_queries (`int`): rows of that tensor.
+        window (`int`, *optional*): sliding window.
     """
 
-    def __init__(self, trunk: "Trunk", rows: torch.Tensor | None = None):
-        self._trunk = trunk
-        layout, rank = trunk.shard.layout, trunk.shard.cp_rank
-        self.num_queries = trunk.shard.num_tokens if rows is None else len(rows)
-        self._runs = layout.runs(rank) if rows is None else runs_of(trunk.shard.index[rows.cpu()].tolist())
+    def __init__(self, layout: PackedLayout, runs: tuple[Run, ...], num_queries: int, *, window: int | None):
+        self.layout, self.runs, self.num_queries, self.window = layout, runs, num_queries, window
         self._blocks: dict[tuple[int, bool], tuple[Block, ...]] = {}
 
     def blocks(self, keys: PeerKeys, is_whole: bool) -> tuple[Block, ...]:
         """What they see of some keys; `is_whole` where those are all that their rank holds."""
         key = (keys.rank, is_whole)
         if key not in self._blocks:
-            trunk = self._trunk
-            self._blocks[key] = visible_blocks(trunk.shard.layout, self._runs, keys.runs, window=trunk.window)
+            self._blocks[key] = visible_blocks(self.layout, self.runs, keys.runs, window=self.window)
         return self._blocks[key]
 
     def part(self, start: int, end: int) -> "Queries":
         """Queries `[start, end)` of these."""
-        part = Queries.__new__(Queries)
-        part._trunk = self._trunk
-        part.num_queries = end - start
-        part._runs = _clip_runs(self._runs, start, end)
+        part = Queries(self.layout, _clip_runs(self.runs, start, end), end - start, window=self.window)
         part._blocks = {key: clip(blocks, start, end) for key, blocks in self._blocks.items()}
         return part
 
@@ -121,8 +115,18 @@ class Trunk:
         self._opened = _OpenTrunk.apply(k_TMD, v_TMD, self)
 
     def queries(self, rows: torch.Tensor | None = None) -> Queries:
-        """Some of this rank's tokens as queries (see [`Queries`])."""
-        return Queries(self, rows)
+        """Some of this rank's tokens as queries.
+
+        Args:
+            rows (`torch.Tensor` of shape `(queries,)`, int64, *optional*): ascending rows of this rank's tokens; all of
+                them by default.
+        """
+        layout = self.shard.layout
+        if rows is None:
+            runs, num_queries = layout.runs(self.shard.cp_rank), self.shard.num_tokens
+        else:
+            runs, num_queries = runs_of(self.shard.index[rows.cpu()].tolist()), len(rows)
+        return Queries(layout, runs, num_queries, window=self.window)
 
     def attend(
         self,
