@@ -44,7 +44,7 @@ class Block:
         return queries * keys if self.shape is Shape.FULL else queries * (queries + 1) // 2
 
 
-def _cut(queries: Run, keys: Run, window: int | None) -> Iterable[tuple[int, int, int, int, Shape]]:
+def cut(queries: Run, keys: Run, window: int | None) -> Iterable[tuple[int, int, int, int, Shape]]:
     """Shapes, in packed indices, of the pairs that two runs of one segment share."""
     low, high = queries.start, queries.end
     # Where the diagonal enters and leaves the keys, and where the window's edge does.
@@ -76,7 +76,7 @@ def _strip(a: int, b: int, keys: Run, window: int | None) -> Iterable[tuple[int,
         yield a, b, a, b, Shape.CAUSAL
 
 
-def _pieces_of(segment: tuple[int, int], runs: Sequence[Run]) -> list[Run]:
+def pieces_of(segment: tuple[int, int], runs: Sequence[Run]) -> list[Run]:
     """The parts of runs that lie in a segment."""
     start, end = segment
     return [
@@ -100,12 +100,12 @@ def visible_blocks(
         raise ValueError(f"window must be at least 1 token, got {window}; use None for full attention.")
     blocks: list[Block] = []
     for segment in _touched(layout, queries):
-        key_runs = _pieces_of(segment, keys)
-        for query_run in _pieces_of(segment, queries):
+        key_runs = pieces_of(segment, keys)
+        for query_run in pieces_of(segment, queries):
             for key_run in key_runs:
                 if key_run.start >= query_run.end:
                     break
-                for a, b, c, d, shape in _cut(query_run, key_run, window):
+                for a, b, c, d, shape in cut(query_run, key_run, window):
                     to_query, to_key = query_run.offset - query_run.start, key_run.offset - key_run.start
                     _append(blocks, Block(a + to_query, b + to_query, c + to_key, d + to_key, shape))
     return tuple(blocks)
@@ -164,12 +164,17 @@ def clip(blocks: Sequence[Block], start: int, end: int) -> tuple[Block, ...]:
     return tuple(clipped)
 
 
+def merged_ranges(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """The union of some ranges, ascending and disjoint."""
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted(ranges):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return tuple(merged)
+
+
 def needed_keys(blocks: Sequence[Block]) -> tuple[tuple[int, int], ...]:
     """The key ranges that some blocks read, ascending and disjoint."""
-    ranges: list[tuple[int, int]] = []
-    for start, end in sorted((block.key_start, block.key_end) for block in blocks):
-        if ranges and start <= ranges[-1][1]:
-            ranges[-1] = (ranges[-1][0], max(ranges[-1][1], end))
-        else:
-            ranges.append((start, end))
-    return tuple(ranges)
+    return merged_ranges((block.key_start, block.key_end) for block in blocks)

@@ -45,6 +45,7 @@ class KeyExchange:
     def __init__(self, shard: Shard, *, window: int | None = None):
         self.shard, self.window = shard, window
         self.rank, self.world = shard.cp_rank, shard.layout.world
+        self.layout_id = shard.layout.layout_id
 
     def ranges(self, query_rank: int, key_rank: int) -> tuple[tuple[int, int], ...]:
         """Rows of `key_rank` that some token of `query_rank` sees."""
@@ -78,7 +79,7 @@ class KeyExchange:
         deliveries = self.shard.transport.exchange(
             [(target, [_take(x, wanted) for x in (k_TMD, v_TMD)])],
             [(source, specs)],
-            layout_id=self.shard.layout.layout_id,
+            layout_id=self.layout_id,
             device=k_TMD.device,
             what="keys and values",
         )
@@ -109,7 +110,7 @@ class KeyExchange:
         deliveries = self.shard.transport.exchange(
             [(source, [grad_k, grad_v])],
             [(target, [spec, spec])],
-            layout_id=self.shard.layout.layout_id,
+            layout_id=self.layout_id,
             device=grad_k.device,
             what="gradients of keys and values",
         )
@@ -129,7 +130,7 @@ class KeyExchange:
         deliveries = self.shard.transport.exchange(
             [((self.rank + 1) % self.world, tensors)],
             [((self.rank - 1) % self.world, [Spec((num_tokens, *x.shape[1:]), x.dtype) for x in tensors])],
-            layout_id=self.shard.layout.layout_id,
+            layout_id=self.layout_id,
             device=tensors[0].device,
             what=what,
         )

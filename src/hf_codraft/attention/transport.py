@@ -109,7 +109,7 @@ def _check_header(parcel: torch.Tensor, *, layout_id: int, rank: int, peer: int,
         raise RuntimeError(
             f"context-parallel rank {rank} expected {what} of layout {layout_id:x} ({len(parcel) - HEADER_BYTES} bytes) "
             f"from rank {peer}, but that rank sent layout {got_id:x} ({got_bytes} bytes). All ranks must build the same "
-            "PackedLayout for a row; compare its cu_seqlens and pieces."
+            "PackedLayout for a row; compare its cu_seqlens and pieces (and the anchors of block drafts)."
         )
 
 

@@ -1,0 +1,254 @@
+"""Packed, sharded rows through a Hugging Face causal LM: one `attn_implementation`, with the layout as an argument.
+
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation=register_attention())
+    inputs = packed_inputs(token_ids_T, shard)
+    num_items = <supervised tokens of all ranks>
+    loss = model(**inputs, num_items_in_batch=num_items).loss  # this rank's part: the ranks' sum is the mean over tokens
+
+transformers hands keyword arguments that it does not know from the model call down to the attention function, through
+PEFT, DDP, FSDP2 and gradient checkpointing, so `shard` reaches every layer without any state in between. Its own masks,
+which would take the jumps between a shard's pieces for borders of documents, are replaced by none at all.
+
+Legend: T packed tokens of the row, L tokens of this rank, N query heads, M key/value heads, D head size.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
+
+from hf_codraft.attention.shard import Shard
+from hf_codraft.attention.trunk import trunk_attention
+
+ATTENTION_NAME = "hf_codraft"
+LAYER_TYPES = ("full_attention", "sliding_attention")
+IGNORED_LABEL = -100  # transformers' and torch's
+
+
+def register_attention() -> str:
+    """Makes the implementation known to transformers and returns its name, for `attn_implementation`.
+
+    Calling it again changes nothing.
+    """
+    AttentionInterface.register(ATTENTION_NAME, sharded_attention)
+    AttentionMaskInterface.register(ATTENTION_NAME, refuse_masks)
+    return ATTENTION_NAME
+
+
+def packed_inputs(
+    token_ids_T: torch.Tensor, shard: Shard, *, supervised_T: torch.Tensor | None = None
+) -> dict[str, Any]:
+    """A rank's arguments for a causal LM: its tokens, their positions, and labels shifted over the whole row.
+
+    A token's label is the next one of its segment, whichever rank holds that, and -100 at the end of a segment. The
+    labels are `shift_labels`, which transformers' loss takes as they are (it looks for them where `labels` are given).
+
+    A rank that holds no token runs one that nobody sees and that has no label, since transformers' models can't run none
+    and every parameter needs a gradient under DDP.
+
+    Args:
+        token_ids_T (`torch.Tensor` of shape `(tokens,)`, int64): the whole row, the same on all ranks of the layout, on the
+            model's device.
+        shard ([`Shard`]): which part is this rank's.
+        supervised_T (`torch.Tensor` of shape `(tokens,)`, *optional*): nonzero where a token is a target; by default all.
+
+    Returns:
+        `dict`: `input_ids`, `position_ids`, `labels` and `shift_labels` of shape `(1, local tokens)`, `shard`, and
+        `use_cache=False`.
+
+    Raises:
+        ValueError: if a tensor does not cover the row.
+    """
+    num_tokens, device = shard.layout.num_tokens, token_ids_T.device
+    for name, x_T in (("token_ids_T", token_ids_T), ("supervised_T", supervised_T)):
+        if x_T is not None and x_T.shape != (num_tokens,):
+            raise ValueError(
+                f"{name} has shape {tuple(x_T.shape)}, but the layout has {num_tokens} tokens: pass the whole row, "
+                "not this rank's part."
+            )
+    target_T = token_ids_T
+    if supervised_T is not None:
+        target_T = token_ids_T.masked_fill(~supervised_T.bool(), IGNORED_LABEL)
+    next_L = shard.layout.ahead(shard.index, 1)[1].to(device)
+    label_L = target_T[next_L].masked_fill(next_L < 0, IGNORED_LABEL)
+    token_L, position_L = token_ids_T[shard.index.to(device)], shard.position_ids(device)
+    if shard.num_tokens == 0:
+        token_L, position_L = token_L.new_zeros(1), position_L.new_zeros(1)
+        label_L = label_L.new_full((1,), IGNORED_LABEL)
+    return {
+        "input_ids": token_L[None],
+        "position_ids": position_L[None],
+        "labels": label_L[None],
+        "shift_labels": label_L[None],
+        "shard": shard,
+        "use_cache": False,
+    }
+
+
+def refuse_masks(
+    *, config: PretrainedConfig, attention_mask: torch.Tensor | None = None, use_vmap: bool = False, **kwargs: Any
+) -> None:
+    """The implementation's mask function: there is no mask, and whoever asks for one is told.
+
+    Raises:
+        ValueError: for padding, masks of a model's own, and kinds of layers whose tokens meet outside causal attention.
+    """
+    if attention_mask is not None:
+        raise ValueError(
+            f"attention_mask of shape {tuple(attention_mask.shape)} can't be used with {ATTENTION_NAME!r}: packed rows have "
+            "no padding. Drop the pads, list the lengths in the PackedLayout and leave attention_mask out."
+        )
+    if use_vmap or not getattr(config, "is_causal", True):
+        raise ValueError(
+            f"{config.model_type} asks for a mask beyond causal and sliding-window ones (bidirectional, image blocks or a "
+            f"function of its own), which {ATTENTION_NAME!r} does not have; use another attn_implementation."
+        )
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES))
+    if others:
+        raise ValueError(
+            f"layer_types of {config.model_type} has {others}, but {ATTENTION_NAME!r} shards {list(LAYER_TYPES)} only: in "
+            "other layers tokens would meet across segments, or miss what other ranks hold."
+        )
+
+
+def sharded_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    shard: Shard | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    route: str = "direct",
+    keep_remote: bool = False,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Exact causal attention of a packed row that is spread over ranks, as transformers calls it.
+
+    Args:
+        module (`nn.Module`): the attention layer.
+        query (`torch.Tensor` of shape `(1, heads, local tokens, head_dim)`): after RoPE.
+        key, value (`torch.Tensor` of shape `(1, kv heads, local tokens, head_dim)`): not expanded.
+        attention_mask (`None`): there is none.
+        shard ([`Shard`]): the model call's `shard`.
+        scaling (`float`, *optional*): of the scores; `head_dim ** -0.5` by default.
+        dropout (`float`): 0.
+        route, keep_remote: as in `trunk_attention`; may be given to the model call.
+        kwargs: of these `sliding_window`, `position_ids` and what must be refused are read.
+
+    Returns:
+        The output of shape `(1, local tokens, heads, head_dim)`, and no attention weights.
+
+    Raises:
+        ValueError: if the layer wants something else than causal or sliding-window attention of the shard's tokens.
+    """
+    if shard is None:
+        raise ValueError(
+            f"{type(module).__name__} got no shard: with attn_implementation={ATTENTION_NAME!r} call "
+            "model(input_ids, position_ids=..., shard=shard), see packed_inputs. If you did, this model's layers do not "
+            "pass keyword arguments on to their attention; use another attn_implementation with it."
+        )
+    _check_kind(module, attention_mask, dropout=dropout, num_ranks=shard.layout.world, kwargs=kwargs)
+    _check_tokens(module, query, key, value, shard=shard, position_ids=kwargs.get("position_ids"))
+    q_LND, k_LMD, v_LMD = (x[0].transpose(0, 1) for x in (query, key, value))
+    num_tokens = shard.num_tokens  # without the one that stands in where a rank holds none
+    out_LND = trunk_attention(
+        q_LND[:num_tokens],
+        k_LMD[:num_tokens],
+        v_LMD[:num_tokens],
+        shard=shard,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=_window(module, kwargs),
+        route=route,
+        keep_remote=keep_remote,
+    )
+    if num_tokens == 0:
+        # Joined and not replaced, so that the backward reaches this rank too and its peers do not wait for it.
+        out_LND = torch.cat([out_LND, torch.zeros_like(q_LND)])
+    return out_LND[None], None
+
+
+def _window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
+    """Tokens that a query of this layer sees, itself included; `None` for all before it."""
+    if "sliding_window" in kwargs:
+        window = kwargs["sliding_window"]
+    else:  # layers that leave the window to the mask alone
+        config = module.config
+        layer_types = getattr(config, "layer_types", None)
+        is_sliding = layer_types is None or layer_types[module.layer_idx] == "sliding_attention"
+        window = getattr(config, "sliding_window", None) if is_sliding else None
+    return window or None  # Qwen2-MoE writes 0 for none
+
+
+def _check_kind(
+    module: nn.Module, attention_mask: Any, *, dropout: float, num_ranks: int, kwargs: dict[str, Any]
+) -> None:
+    """What the layer asks for must be plain causal attention."""
+    layer = type(module).__name__
+    if attention_mask is not None:
+        raise ValueError(
+            f"attention_mask given to {layer} must be None with {ATTENTION_NAME!r}: packed rows have no padding, and the "
+            "layout says who sees whom."
+        )
+    if dropout:
+        raise ValueError(
+            f"dropout ({dropout}) of {layer} must be 0 with {ATTENTION_NAME!r}; set config.attention_dropout = 0."
+        )
+    for name in ("softcap", "s_aux", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"{name} of {layer} changes the softmax (soft-capped scores, sinks or biases), which {ATTENTION_NAME!r} "
+                "does not compute; use another attn_implementation with this model."
+            )
+    if kwargs.get("output_attentions"):
+        raise ValueError(f"output_attentions must be False: {ATTENTION_NAME!r} never holds attention weights.")
+    if kwargs.get("is_causal") is False or not getattr(module, "is_causal", True):
+        raise ValueError(f"{layer} is not causal, but {ATTENTION_NAME!r} is for causal attention only.")
+    if kwargs.get("output_router_logits") and num_ranks > 1:
+        raise ValueError(
+            f"output_router_logits must be False on {num_ranks} context-parallel ranks: the load-balancing loss would be "
+            "each rank's own and not the row's."
+        )
+
+
+def _check_tokens(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    shard: Shard,
+    position_ids: torch.Tensor | None,
+) -> None:
+    """The tensors must be the shard's tokens, all of them and no others."""
+    if query.shape[0] != 1:
+        raise ValueError(
+            f"batch size ({query.shape[0]}) must be 1 with {ATTENTION_NAME!r}: pack the rows into one (see PackedLayout)."
+        )
+    num_queries, num_keys, expected = query.shape[2], key.shape[2], max(shard.num_tokens, 1)
+    if num_queries != expected:
+        raise ValueError(
+            f"the model call has {num_queries} tokens, but rank {shard.cp_rank} of the shard holds {shard.num_tokens}; make "
+            "its inputs with packed_inputs(token_ids_T, shard)."
+        )
+    if num_keys != num_queries:
+        raise ValueError(
+            f"{num_keys} keys came with {num_queries} queries: past_key_values must be empty, since {ATTENTION_NAME!r} is "
+            "for training. Generate with another attn_implementation."
+        )
+    if query.shape[-1] != value.shape[-1]:
+        raise ValueError(
+            f"{type(module).__name__} has values of {value.shape[-1]} and queries of {query.shape[-1]} numbers a head; "
+            f"{ATTENTION_NAME!r} needs them equal."
+        )
+    # Once a forward: on a GPU the comparison waits for the device.
+    if position_ids is not None and shard.num_tokens and module.layer_idx == 0:
+        position_L = shard.position_ids(position_ids.device)
+        if position_ids.shape != (1, expected) or not torch.equal(position_ids[0], position_L):
+            raise ValueError(
+                "position_ids are not those of the shard's tokens inside their segments; pass "
+                "position_ids=shard.position_ids(device)[None], as packed_inputs does."
+            )

@@ -1,0 +1,1 @@
+"""Ways for a tap to travel: one file each, and the choice between them."""

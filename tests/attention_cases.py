@@ -1,0 +1,182 @@
+"""Passes over a sharded trunk, as one case that threads and processes run and a dense softmax in fp64 judges.
+
+Used by `unit/attention/test_trunk.py` (ranks as threads) and `distributed/test_context_attention.py` (gloo).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from hf_codraft.attention.layout import PackedLayout
+from hf_codraft.attention.plans import balanced_plan, contiguous_plan, segment_zigzag_plan, zigzag_plan
+from hf_codraft.attention.reference import reference_attention, visible_mask
+from hf_codraft.attention.shard import Shard
+from hf_codraft.attention.transport import LocalTransport, Transport, run_local_ranks
+from hf_codraft.attention.trunk import Trunk
+
+SCALE = 0.3
+PLANS = {
+    "contiguous": contiguous_plan,
+    "zigzag": zigzag_plan,
+    "per segment": segment_zigzag_plan,
+    "balanced": balanced_plan,
+}
+MODES = {"ring": ("ring", None), "kept": ("direct", None), "partly kept": ("direct", 1), "streamed": ("direct", 0)}
+
+
+@dataclass(frozen=True)
+class TrunkCase:
+    """Passes d = 1..`num_passes`, each over the trunk and the branch keys of passes 2..d."""
+
+    lengths: tuple[int, ...] = (5, 1, 9, 1)
+    world: int = 3
+    plan: str = "zigzag"
+    mode: str = "kept"
+    dtype: torch.dtype = torch.float64
+    heads: tuple[int, int] = (6, 2)
+    head_dim: int = 16
+    window: int | None = None
+    num_passes: int = 2
+    supervised: str = "all"  # which outputs have a gradient: "all", those of "one rank", or "none"
+    queries: str = "all"  # which tokens query: "all", or "some"
+    kernel: str = "aten"
+
+    @property
+    def layout(self) -> PackedLayout:
+        return PLANS[self.plan](PackedLayout.from_lengths(self.lengths).cu_seqlens, self.world)
+
+    @property
+    def alone(self) -> "TrunkCase":
+        """The same on one rank."""
+        return replace(self, world=1)
+
+    @property
+    def is_query_T(self) -> torch.Tensor:
+        tokens = torch.arange(sum(self.lengths))
+        return tokens % 3 != 1 if self.queries == "some" else tokens >= 0
+
+
+def leaves(case: TrunkCase, dtype: torch.dtype) -> list[torch.Tensor]:
+    """q of every pass, k, v, keys and values of passes 2.., over the whole row; rounded to the dtype of the case."""
+    generator = torch.Generator().manual_seed(1)
+    num_heads, num_kv_heads = case.heads
+    sizes = [num_heads] * case.num_passes + [num_kv_heads] * (2 + 2 * (case.num_passes - 1))
+    return [
+        torch.randn(sum(case.lengths), size, case.head_dim, generator=generator, dtype=torch.float64)
+        .mul_(1.5 * case.head_dim**-0.25)
+        .to(case.dtype)
+        .to(dtype)
+        for size in sizes
+    ]
+
+
+def output_gradients(case: TrunkCase) -> list[torch.Tensor]:
+    """Of every pass, `(tokens, heads, head_dim)` in the dtype of the case."""
+    layout = case.layout
+    generator = torch.Generator().manual_seed(2)
+    shape = (sum(case.lengths), case.heads[0], case.head_dim)
+    mask = case.is_query_T.clone()
+    if case.supervised == "none":
+        mask[:] = False
+    elif case.supervised == "one rank":
+        last = torch.zeros_like(mask)
+        last[layout.index(layout.pieces[-1].owner)] = True
+        mask &= last
+    drawn = [torch.randn(*shape, generator=generator, dtype=torch.float64) for _ in range(case.num_passes)]
+    return [(x * mask[:, None, None]).to(case.dtype) for x in drawn]
+
+
+def split(case: TrunkCase, tensors: Sequence[torch.Tensor]):
+    """Queries, (k, v), branch keys, branch values."""
+    num = case.num_passes
+    return tensors[:num], tensors[num : num + 2], tensors[num + 2 : 2 * num + 1], tensors[2 * num + 1 :]
+
+
+def truth(case: TrunkCase) -> list[torch.Tensor]:
+    """Outputs and gradients over the whole row by one dense softmax in fp64."""
+    layout = case.layout
+    tensors = [x.requires_grad_() for x in leaves(case, torch.float64)]
+    queries, (k, v), branch_k, branch_v = split(case, tensors)
+    mask = visible_mask(layout, torch.arange(layout.num_tokens), window=case.window)
+    outs = [
+        reference_attention(q, k, v, mask, scale=SCALE, branch_k=branch_k[:n], branch_v=branch_v[:n])
+        * case.is_query_T[:, None, None]
+        for n, q in enumerate(queries)
+    ]
+    gradients = torch.autograd.grad(outs, tensors, [x.double() for x in output_gradients(case)])
+    return [*(out.detach() for out in outs), *gradients]
+
+
+def run_rank(
+    case: TrunkCase,
+    transport: Transport,
+    *,
+    whole: Sequence[torch.Tensor] | None = None,
+    gradients: Sequence[torch.Tensor] | None = None,
+) -> list[torch.Tensor]:
+    """This rank's rows of what [`truth`] gives.
+
+    Args:
+        case ([`TrunkCase`]): what to run.
+        transport ([`Transport`]): reaches the other ranks.
+        whole, gradients (sequences of `torch.Tensor`, *optional*): over the whole row, instead of the case's own
+            [`leaves`] and [`output_gradients`].
+    """
+    layout, rank = case.layout, transport.rank
+    shard = Shard(layout, rank, transport)
+    own = [layout.shard(x, rank).requires_grad_() for x in (whole or leaves(case, case.dtype))]
+    queries, (k, v), branch_k, branch_v = split(case, own)
+    route, num_kept = MODES[case.mode]
+    trunk = Trunk(
+        k, v, shard=shard, scale=SCALE, window=case.window, route=route, num_kept=num_kept, kernel=case.kernel
+    )
+    rows = layout.shard(case.is_query_T, rank).nonzero()[:, 0]
+    who = trunk.queries(None if case.queries == "all" else rows)
+    outs = [
+        torch.zeros_like(q).index_put(
+            (rows,),
+            trunk.attend(
+                q[rows], who, branch_k=[x[rows] for x in branch_k[:n]], branch_v=[x[rows] for x in branch_v[:n]]
+            ),
+        )
+        for n, q in enumerate(queries)
+    ]
+    torch.autograd.backward(outs, [layout.shard(x, rank) for x in gradients or output_gradients(case)])
+    assert all(x.grad is not None for x in own)
+    return [*(out.detach() for out in outs), *(x.grad for x in own)]
+
+
+def join(case: TrunkCase, parts: Sequence[list[torch.Tensor]]) -> list[torch.Tensor]:
+    return [case.layout.unshard(column) for column in zip(*parts, strict=True)]
+
+
+def run_threads(case: TrunkCase, **replaced: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What [`truth`] gives, from ranks that are threads; `replaced` as in [`run_rank`]."""
+
+    def one_rank(transport: LocalTransport) -> list[torch.Tensor]:
+        return run_rank(case, transport, **replaced)
+
+    return join(case, run_local_ranks(one_rank, case.world, timeout_s=20))
+
+
+def assert_exact(case: TrunkCase, got: Sequence[torch.Tensor]) -> None:
+    """fp64 within 1e-12, fp32 within 1e-5 of the norm, bf16 within 1.5 times the error of one rank.
+
+    The norm is the largest of any output's, or of any gradient's: where a query sees one key alone its gradient is zero
+    but for rounding, and that says nothing about its own size.
+    """
+    wanted = truth(case)
+    num = case.num_passes
+    norms = [max(x.norm().item() for x in wanted[:num])] * num
+    norms += [max(x.norm().item() for x in wanted[num:])] * (len(wanted) - num)
+    alone = run_threads(case.alone, gradients=output_gradients(case)) if case.dtype == torch.bfloat16 else got
+    for number, (ours, want, one_rank, norm) in enumerate(zip(got, wanted, alone, norms, strict=True)):
+        error = (ours.double() - want).norm().item()
+        if case.dtype == torch.float64:
+            assert (ours - want).abs().max() <= 1e-12, (case, number)
+        elif case.dtype == torch.float32:
+            assert error <= 1e-5 * norm, (case, number, error, norm)
+        else:
+            assert error <= 1.5 * (one_rank.double() - want).norm().item(), (case, number, error, norm)
+        assert norm > 0 or not ours.any(), (case, number)

@@ -1,0 +1,514 @@
+"""A draft beside a pipeline: the policy learns as without it, bit for bit, and the draft as in one process.
+
+The one-process run is the unsplit transformers model under a [`TapRecorder`], its rows packed and learnt from microbatch by
+microbatch.
+"""
+
+import copy
+import os
+import random
+import signal
+import time
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import families
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from tap_ranks import outcomes_of
+from torch import distributed as dist
+
+from hf_codraft.drafts.learner import DraftLearner
+from hf_codraft.hub.resolve import fresh_eagle3
+from hf_codraft.parallel.pipeline import PolicyPipeline, next_token_loss
+from hf_codraft.parallel.placement import PipelineDraft
+from hf_codraft.parallel.schedule import schedule_order
+from hf_codraft.parallel.simulator import StepCosts, balanced_sinks
+from hf_codraft.parallel.stages import build_stage, plan_stages
+from hf_codraft.policy.anatomy import PolicyAnatomy
+from hf_codraft.policy.packing import pack_rows
+from hf_codraft.taps.recorder import TapRecorder, TapSpec
+from hf_codraft.taps.transports.shm import ShmRing
+
+EVERYWHERE = (0, 1, 3, 4)  # the embedding; layers of the first, a middle and the last stage of two or four
+# fp32 sums in another order: rows of a microbatch that were filled up, gradients summed over ranks
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a pipeline with a draft is laid out."""
+
+    placement: str = "last_deferred"
+    taps: tuple[int, ...] = EVERYWHERE
+    schedule: str = "1F1B"
+    num_stages: int = 2
+    num_microbatches: int = 4
+    transport: str = "auto"
+    sinks: tuple[int, ...] | None = None
+    num_slots: int | None = None
+    num_passes: int = 2
+    draft_vocab: int | None = None
+
+
+def make_pipeline(model, setting, group=None):
+    group = dist.group.WORLD if group is None else group
+    plan = plan_stages(PolicyAnatomy.of(model).num_layers, setting.num_stages)
+    stages = [build_stage(model, plan, s) for s in range(dist.get_rank(group), setting.num_stages, group.size())]
+    return PolicyPipeline(stages, setting.num_microbatches, group=group, schedule=setting.schedule)
+
+
+def make_learner(model, setting, *, seed=0):
+    """Every weight away from its initial value, so that every gradient is more than rounding."""
+    torch.manual_seed(seed)
+    anatomy = PolicyAnatomy.of(model)
+    options = SimpleNamespace(
+        draft_vocab_size=setting.draft_vocab, draft_tap_layers=list(setting.taps), draft_warmup_rollouts=1
+    )
+    draft = fresh_eagle3(anatomy, options)
+    if draft.has_reduced_vocab:
+        draft.set_vocabulary(torch.randperm(families.VOCAB)[: setting.draft_vocab].sort().values, anatomy.weights())
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return DraftLearner(draft, setting.num_passes, learning_rate=1e-3, groups=[])
+
+
+def make_draft(pipeline, model, setting, **kwargs):
+    """Learners start unequal: rank 0's weights must not matter."""
+    seed = 0 if pipeline.pipeline_rank == pipeline.num_ranks - 1 else 1 + pipeline.pipeline_rank
+    return PipelineDraft(
+        pipeline, make_learner(model, setting, seed=seed), tap_ids=setting.taps, placement=setting.placement,
+        sink_of_microbatch=setting.sinks, transport=setting.transport, num_slots=setting.num_slots,
+        **({"timeout_s": 20.0, "check_crc": True} | kwargs),
+    )  # fmt: skip
+
+
+def gradients(stages):
+    return [None if p.grad is None else p.grad.clone() for stage in stages for p in stage.parameters()]
+
+
+def equal(ours, theirs):
+    return all(
+        (a is None and b is None) or (a is not None and b is not None and torch.equal(a, b))
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+def flat_gradient(learner):
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in learner.parameters])
+
+
+def summed_gradient(draft):
+    """The draft's gradient over all ranks, before the learner divides it; only some ranks may have a learner."""
+    total = None if draft.learner is None else flat_gradient(draft.learner)
+    size = torch.tensor(0 if total is None else len(total))
+    dist.all_reduce(size, dist.ReduceOp.MAX)
+    total = torch.zeros(int(size)) if total is None else total
+    dist.all_reduce(total)
+    return total
+
+
+class OneProcess:
+    """The unsplit model with the draft beside it, in this process alone."""
+
+    def __init__(self, model, setting):
+        self.model, self.setting = copy.deepcopy(model), setting
+        self.anatomy = PolicyAnatomy.of(self.model)
+        decoder = self.anatomy.decoder
+        self.recorder = TapRecorder(decoder.layers, decoder.norm, TapSpec(setting.taps, self.anatomy.num_layers))
+        self.learner = make_learner(model, setting)
+
+    def train_step(self, batch):
+        weights = self.anatomy.weights()
+        parts = {name: tensor.tensor_split(self.setting.num_microbatches) for name, tensor in batch.items()}
+        for m in range(self.setting.num_microbatches):
+            rows = {name: part[m] for name, part in parts.items()}
+            mask = rows["attention_mask"]
+            labels = rows["input_ids"].masked_fill(mask == 0, -100)
+            num_items = max(int((labels[:, 1:] != -100).sum()), 1)
+            with self.recorder.recording():
+                loss = self.model(
+                    input_ids=rows["input_ids"], attention_mask=mask, labels=labels, num_items_in_batch=num_items,
+                    use_cache=False,
+                ).loss  # fmt: skip
+            loss.backward()
+            supervised = rows.get("supervised", mask)
+            self.learner.accumulate(pack_rows(rows["input_ids"], mask, supervised, self.recorder.take()), weights)
+
+
+def relative_error(ours, theirs):
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+def check_report(report, expected, name):
+    for field, value in asdict(expected).items():
+        assert asdict(report)[field] == pytest.approx(value, rel=TOLERANCE, abs=1e-9, nan_ok=True), (name, field)
+
+
+def check(name, model, batches, setting, *, between=None, num_accumulated=1, spoil=None):
+    """Three runs over the same batches: the pipeline alone, with a draft beside it, and both in one process."""
+    alone, beside, one = make_pipeline(model, setting), make_pipeline(model, setting), OneProcess(model, setting)
+    draft = make_draft(beside, model, setting)
+    if spoil is not None:
+        spoil(beside, draft)
+    owners = [[p for s in alone.stages for p in s.parameters()], [p for s in beside.stages for p in s.parameters()]]
+    optimizers = [torch.optim.SGD(parameters, lr=0.05) for parameters in (*owners, list(one.model.parameters()))]
+    for step, batch in enumerate(batches, start=1):
+        expected_losses = alone.train_step(batch, next_token_loss)
+        losses = draft.train_step(batch, next_token_loss)
+        assert torch.equal(losses, expected_losses), (name, step)
+        assert equal(gradients(beside.stages), gradients(alone.stages)), (name, step)
+        one.train_step(batch)
+        error = relative_error(summed_gradient(draft), flat_gradient(one.learner))
+        # One rank that runs the draft on the whole batch makes the same sums in the same order, until tied weights
+        # or filled rows have made the policies differ in the last bit.
+        is_exact = (
+            setting.placement != "spread" and len(batch["input_ids"]) % setting.num_microbatches == 0 and step == 1
+        )
+        assert error <= (0.0 if is_exact else TOLERANCE), (name, step, error)
+        if between is not None:
+            between(beside)
+        if step % num_accumulated == 0:
+            check_report(draft.step(), one.learner.step(), (name, step))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    draft.close()
+    return draft
+
+
+# Two ranks
+
+
+def two_ranks(rank):
+    batches = [families.batch(8, 12), families.batch(8, 9, seed=1), families.batch(8, 12, seed=2)]
+    for placement in ("last_inside", "last_deferred", "spread"):
+        for transport in ("shm", "gloo"):
+            model = families.policy("qwen3", tie=placement == "spread")
+            check(f"{placement} {transport}", model, batches, Setting(placement, transport=transport))
+    for placement in ("last_inside", "last_deferred"):
+        setting = Setting(placement, taps=(3, 4), transport="local")
+        check(f"{placement} local", families.policy("qwen3"), batches[:1], setting)
+
+
+def test_every_placement_and_transport_on_two_ranks(run_ranks):
+    run_ranks(two_ranks, 2)
+
+
+def with_lora(model):
+    torch.manual_seed(7)
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def evaluate(pipeline):
+    """A forward-only pass, of another length, in which nothing may be published."""
+    pipeline.forward_only(families.batch(8, 14, seed=9), lambda hidden, stage, microbatch: {"h": hidden[:, 0]})
+
+
+def check_policies(rank):
+    rows, later = families.batch(8, 12), families.batch(8, 12, seed=1)
+    for tap in (0, 1, 2, 3, 4):
+        check(f"tap {tap}", families.policy("llama"), [rows], Setting("spread", taps=(tap,)))
+    check("LoRA", with_lora(families.policy("qwen3", tie=True)), [rows, later], Setting("spread"))
+    for use_reentrant in (False, True):
+        model = families.policy("mistral", tie=True)
+        model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        for setting in (Setting("last_inside"), Setting("spread", schedule="Interleaved1F1B", num_stages=4)):
+            check(f"checkpointing, reentrant {use_reentrant}", model, [rows, later], setting)
+    check("bf16", families.policy("llama").bfloat16(), [rows], Setting("last_deferred"))
+    check("reduced vocabulary", families.policy("qwen2"), [rows, later], Setting("spread", draft_vocab=40))
+    check("tied, last", families.policy("qwen3_moe", tie=True), [rows, later], Setting("last_inside"))
+
+
+def check_batches(rank):
+    rows = families.batch(8, 12)
+    nothing = torch.ones_like(rows["input_ids"])
+    nothing[2:4] = 0  # microbatch 1
+    lengths = [families.batch(8, n, seed=n) for n in (9, 14, 9, 12)]
+    for setting in (
+        Setting("last_inside"), Setting("spread"), Setting("spread", sinks=(1, 0, 1, 1)),
+        Setting("spread", schedule="Interleaved1F1B", num_stages=4, transport="gloo"),
+        Setting("last_deferred", schedule="Interleaved1F1B", num_stages=4),
+    ):  # fmt: skip
+        check("lengths, evaluation", families.policy("llama", tie=True), lengths, setting, between=evaluate)
+        check("uneven rows", families.policy("llama"), [families.batch(10, 12), families.batch(7, 12)], setting)
+        supervised = rows | {"supervised": nothing}
+        check("nothing in a microbatch", families.policy("llama"), [supervised, rows], setting)
+        supervised = rows | {"supervised": 0 * nothing}
+        check("nothing at all", families.policy("llama"), [rows, supervised], setting, num_accumulated=2)
+    check("accumulation", families.policy("qwen3", tie=True), lengths, Setting("spread"), num_accumulated=2)
+    draft = make_draft(make_pipeline(families.policy("llama"), Setting()), families.policy("llama"), Setting())
+    draft.train_step(rows | {"supervised": 0 * nothing}, next_token_loss)
+    before = None if draft.learner is None else [p.clone() for p in draft.learner.parameters]
+    report = draft.step()
+    assert report.num_supervised == 0 and report.loss != report.loss and not report.is_skipped
+    assert before is None or all(torch.equal(a, b) for a, b in zip(before, draft.learner.parameters))
+
+
+def check_refusals(rank):
+    """Every rank gets the error, before the first step."""
+    model = families.policy("llama")
+
+    def make(**changes):
+        return make_draft(make_pipeline(model, Setting()), model, replace(Setting("spread"), **changes))
+
+    with pytest.raises(
+        ValueError, match=r"tap_ids differs between pipeline ranks: \(0, 1\) on rank 0, \(0, 2\) on rank 1"
+    ):
+        make(taps=((0, 1), (0, 2))[rank])
+    with pytest.raises(
+        ValueError, match="placement differs between pipeline ranks: 'spread' on rank 0, 'last_inside'"
+    ):
+        make(placement=("spread", "last_inside")[rank])
+    with pytest.raises(ValueError, match="sink_of_microbatch differs between pipeline ranks"):
+        make(sinks=((0, 1, 0, 1), (0, 1, 1, 1))[rank])
+    with pytest.raises(ValueError, match="sink_of_microbatch .* must name one of the ranks"):
+        make(sinks=(0, 1, 0))
+    with pytest.raises(ValueError, match="placement \\('first'\\) must be one of last_inside, last_deferred, spread"):
+        make(placement="first")
+    with pytest.raises(ValueError, match="transport='relay' needs stages"):
+        make(transport="relay")
+    with pytest.raises(ValueError, match="tap_id \\(6\\) must lie in 0..5"):
+        pipeline = make_pipeline(model, Setting())
+        PipelineDraft(pipeline, make_learner(model, Setting()), tap_ids=(0, 6))
+    for taps, found in (
+        (None, "learner is None, but this rank"),
+        ((0, 1), r"tap_ids \(\[0, 1, 3, 4\]\) differ from the"),
+    ):
+        learner = make_learner(model, Setting(taps=taps or EVERYWHERE))
+        own = learner if rank == 0 and taps else (make_learner(model, Setting()) if rank else None)
+        with pytest.raises(ValueError, match=found if rank == 0 else f"pipeline rank 0: {found}"):
+            PipelineDraft(make_pipeline(model, Setting()), own, tap_ids=EVERYWHERE)
+    # A batch that one rank can't take is refused on all, and is not the end.
+    draft, rows = make(), families.batch(8, 12)
+    for wrong in (families.batch(8, (12, 9)[rank]), families.batch((8, 3)[rank], 12)):
+        with pytest.raises((ValueError, RuntimeError), match="must run the same step|refused its batch|can't share"):
+            draft.train_step(wrong, next_token_loss)
+    draft.train_step(rows, next_token_loss)
+    draft.close()
+
+
+def check_slots(rank):
+    rows, model = families.batch(8, 12), families.policy("llama")
+    cases = (
+        (Setting("last_inside", num_slots=1), None),
+        (Setting("last_deferred", num_slots=4), (3, 4)),
+        (Setting("spread", num_slots=2), (1, 2)),
+        (Setting("spread", sinks=(1, 1, 0, 1), num_slots=3), (2, 3)),
+        (Setting("last_inside", schedule="Interleaved1F1B", num_stages=4, num_slots=2), (1, 2)),
+    )
+    for setting, refused in cases:
+        check("at the bound", model, [rows], setting)
+        if refused is not None:
+            few, bound = refused
+            match = rf"num_slots \({few}\) must be at least {bound} for schedule '{setting.schedule}' on 2 ranks"
+            with pytest.raises(ValueError, match=match):
+                make_draft(make_pipeline(model, setting), model, replace(setting, num_slots=few))
+
+
+def check_not_finite(rank):
+    """NaN on one rank: no rank steps its draft, the policy goes on; the third time is an error on all."""
+    model, rows = families.policy("llama"), families.batch(8, 12)
+    for placement, victim in (("spread", 0), ("last_deferred", 1)):
+        draft = make_draft(make_pipeline(model, Setting()), model, Setting(placement))
+        if rank == victim:
+            with torch.no_grad():
+                draft.learner.draft.norm.weight.fill_(float("nan"))
+        before = [] if draft.learner is None else [p.clone() for p in draft.learner.parameters]
+        for attempt in range(3):
+            assert torch.isfinite(draft.train_step(rows, next_token_loss)).all()
+            assert all(torch.isfinite(p.grad).all() for s in draft.pipeline.stages for p in s.parameters())
+            if attempt < 2:
+                assert draft.step().is_skipped
+                continue
+            with pytest.raises(RuntimeError, match="not finite 3 times in a row"):
+                draft.step()
+        after = [] if draft.learner is None else draft.learner.parameters
+        assert rank == victim or all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        assert draft.learner is None or draft.learner.num_skipped == 3
+
+
+def two_ranks_and_many_policies(rank):
+    check_policies(rank)
+    check_batches(rank)
+
+
+def two_ranks_and_faults(rank):
+    check_refusals(rank)
+    check_slots(rank)
+    check_not_finite(rank)
+
+
+@pytest.mark.slow
+def test_policies_batches_and_schedules_on_two_ranks(run_ranks):
+    run_ranks(two_ranks_and_many_policies, 2)
+
+
+@pytest.mark.slow
+def test_refusals_slots_and_losses_that_are_not_finite_reach_every_rank(run_ranks):
+    run_ranks(two_ranks_and_faults, 2)
+
+
+# Four ranks
+
+
+@contextmanager
+def counted_stalls():
+    """Numbers the publishes that found their ring full."""
+    stalls, original = [], ShmRing.wait_for_room
+
+    def counting(self, sequence):
+        if not self._has_room(sequence):
+            stalls.append(sequence)
+        original(self, sequence)
+
+    ShmRing.wait_for_room = counting
+    try:
+        yield stalls
+    finally:
+        ShmRing.wait_for_room = original
+
+
+def slow_down(kind):
+    """Lets some stages sleep in their forward and the draft in its work."""
+
+    def spoil(pipeline, draft):
+        draw = random.Random(pipeline.pipeline_rank)
+        slow_rank = {"first": 0, "last": pipeline.num_ranks - 1}.get(kind)
+
+        def sleep(*args, **kwargs):
+            if kind == "random":
+                time.sleep(draw.choice((0.0, 0.002, 0.01)))
+            elif pipeline.pipeline_rank == slow_rank:
+                time.sleep(0.005)
+
+        for stage in pipeline.stages:
+            stage.anatomy.decoder.rotary_emb.register_forward_hook(sleep)
+        if draft.learner is not None:
+            draft.learner.draft.fc.register_forward_hook(sleep)
+
+    return spoil
+
+
+def check_four_ranks(rank):
+    rows, later = families.batch(8, 12), families.batch(16, 7, seed=1)
+    order = schedule_order("1F1B", 4, 4, 8)
+    balanced = tuple(balanced_sinks(order, StepCosts([1.0] * 4, [2.0] * 4, draft_s=1.0)))
+    assert balanced != tuple(m % 4 for m in range(8))
+    looped = {"schedule": "Interleaved1F1B", "num_stages": 8, "num_microbatches": 8, "taps": (0, 3, 6, 8)}
+    for placement, sinks in (("last_inside", None), ("last_deferred", None), ("spread", None), ("spread", balanced)):
+        setting = Setting(placement, num_stages=4, num_microbatches=8, sinks=sinks)
+        check(f"P = 4, {placement}", families.policy("qwen3", tie=True), [rows, later], setting)
+        model = families.policy("qwen2", num_layers=8)
+        check(f"P = 4, v = 2, {placement}", model, [rows, later], Setting(placement, sinks=sinks, **looped))
+
+
+def check_slow_stages(rank):
+    """Who is slow changes nothing; with the default number of slots no publish ever waits, with the fewest some do."""
+    rows, model = families.batch(8, 12), families.policy("llama")
+    setting = Setting("last_inside", num_stages=4, num_microbatches=8, num_passes=1)
+    for kind in ("first", "last", "random"):
+        for placement in ("last_inside", "spread"):
+            with counted_stalls() as stalls:
+                check(f"slow: {kind}", model, [rows], replace(setting, placement=placement), spoil=slow_down(kind))
+            assert not stalls, (kind, placement)
+    with counted_stalls() as stalls:
+        check("slow, one slot", model, [rows], replace(setting, num_slots=1), spoil=slow_down("last"))
+    found: list = [None] * 4
+    dist.all_gather_object(found, len(stalls))
+    assert sum(found) > 0
+
+
+def check_replicas(rank):
+    """dp = 2 x pp = 2: the draft's gradient is that of both replicas' batches."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    model, batches = families.policy("qwen3", tie=True), [families.batch(8, 12, seed=seed) for seed in (3, 4)]
+    for placement in ("last_inside", "last_deferred", "spread"):
+        setting = Setting(placement)
+        pipeline, one = make_pipeline(model, setting, group=mesh.get_group("pp")), OneProcess(model, setting)
+        seed = 0 if rank == dist.get_world_size() - 1 else 1 + rank
+        learner = make_learner(model, setting, seed=seed)
+        draft = PipelineDraft(
+            pipeline,
+            learner,
+            tap_ids=setting.taps,
+            placement=placement,
+            data_group=mesh.get_group("dp"),
+            timeout_s=20.0,
+        )
+        for _ in range(2):
+            draft.train_step(batches[mesh.get_local_rank("dp")], next_token_loss)
+            for batch in batches:
+                one.train_step(batch)
+            assert relative_error(summed_gradient(draft), flat_gradient(one.learner)) <= TOLERANCE
+            check_report(draft.step(), one.learner.step(), placement)
+        draft.close()
+
+
+def four_ranks(rank):
+    check_four_ranks(rank)
+    check_slow_stages(rank)
+    check_replicas(rank)
+
+
+@pytest.mark.slow
+def test_four_ranks_slow_stages_and_replicas(run_ranks):
+    run_ranks(four_ranks, 4)
+
+
+# A rank that dies, and one that freezes
+
+
+def stops_in_step(rank, victim, signal_number, placement, num_slots, folder):
+    """In its second step the victim stops in the draft's work (frozen) or in a stage's forward (killed)."""
+    model, setting = families.policy("llama"), Setting(placement, num_stages=3, num_slots=num_slots)
+    draft = make_draft(make_pipeline(model, setting), model, setting, timeout_s=4.0)
+    draft.train_step(families.batch(8, 12), next_token_loss)
+
+    def stop(*args):
+        (folder / "stopped").write_text(str(time.monotonic()))
+        os.kill(os.getpid(), signal_number)
+
+    if rank == victim and signal_number == signal.SIGKILL:
+        draft.pipeline.stages[0].anatomy.decoder.rotary_emb.register_forward_hook(stop)
+    elif rank == victim:
+        draft.channel.release = stop
+    draft.train_step(families.batch(8, 12), next_token_loss)
+
+
+def shared_files():
+    return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_others_within_seconds_and_leaves_nothing(tmp_path):
+    before = shared_files()
+    outcomes = outcomes_of(stops_in_step, 3, 1, signal.SIGKILL, "spread", None, tmp_path)
+    stopped_at_s = float((tmp_path / "stopped").read_text())
+    assert outcomes[1].error == "died"
+    for rank in (0, 2):
+        print(outcomes[rank])
+        assert outcomes[rank].error and outcomes[rank].ended_at_s - stopped_at_s < 10.0, outcomes[rank]
+    assert shared_files() <= before
+
+
+@pytest.mark.slow
+def test_a_frozen_rank_is_named_by_the_timeout_of_the_tap_that_waits_for_it(tmp_path):
+    before = shared_files()
+    outcomes = outcomes_of(stops_in_step, 3, 2, signal.SIGSTOP, "last_inside", 1, tmp_path, absent=(2,))
+    stopped_at_s = float((tmp_path / "stopped").read_text())
+    for rank in (0, 1):
+        print(outcomes[rank])
+        assert outcomes[rank].error in ("TapTimeout", "TapPeerLost", "RuntimeError"), outcomes[rank]
+        assert outcomes[rank].ended_at_s - stopped_at_s < 10.0
+    texts = [outcomes[rank].text for rank in (0, 1) if outcomes[rank].error == "TapTimeout"]
+    assert any("waits for rank 2 to release room: waited 4 s" in text for text in texts), outcomes
+    assert shared_files() <= before

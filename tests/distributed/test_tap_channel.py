@@ -1,0 +1,442 @@
+"""Tap channels between processes: the same tensors over every CPU transport, and a named end for every fault."""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tap_ranks import chain_routes, open_channel, outcomes_of, outcomes_of_cases, run_step, values_of
+from torch import distributed as dist
+
+from hf_codraft.taps.channel import TapChannel, TapProtocolError, TapRoute
+
+transports = pytest.mark.parametrize("transport", ["shm", "gloo"])
+
+
+def shared_files() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """Outcomes of all cases that need two ranks, both of which live on; one start of processes for all of them."""
+    of_transport = (carries_views, publishes_ahead, fills_ring, counts_differently)
+    cases = {(f, transport): (f, (transport,)) for f in of_transport for transport in ("shm", "gloo")}
+    cases |= {f: (f, ()) for f in (opens_and_looks, automatic)}
+    return outcomes_of_cases(cases, 2)
+
+
+# The same tensors arrive
+
+
+PLACEMENTS = {"last": [2], "spread": [0, 1, 2], "first": [0]}
+CASES = [(torch.float32, placement, num_slots) for placement in PLACEMENTS for num_slots in (1, 2, 7)]
+CASES += [
+    (torch.bfloat16, "spread", 1),
+    (torch.bfloat16, "last", 2),
+    (torch.float16, "last", 2),
+    (torch.float64, "last", 2),
+]
+# One shape a step, another the next, an empty and a 0-dimensional one among them: 22 microbatches.
+STEPS = [(4, (2, 3, 35)), (7, (1, 5, 7)), (3, ()), (2, (3, 0, 7)), (5, (210,)), (1, (1, 1, 1, 1, 1, 13))]
+
+
+def carries_everything(rank: int) -> list[int]:
+    compared = []
+    for transport in ("shm", "gloo"):
+        for dtype, placement, num_slots in CASES:
+            routes = chain_routes(3, max_numel=210, dtype=dtype)
+            kwargs = dict(transport=transport, num_slots=num_slots, check_crc=True)
+            with open_channel(routes, PLACEMENTS[placement], **kwargs) as channel:
+                assert channel.choice.name == transport
+                compared.append(sum(run_step(channel, step, *x) for step, x in enumerate(STEPS)))
+    return compared
+
+
+def test_every_tensor_arrives_bit_for_bit_over_every_transport_placement_and_number_of_slots():
+    ranks = values_of(carries_everything, 3)
+    spread = [3 * sum(len(range(rank, count, 3)) for count, _ in STEPS) for rank in range(3)]
+    expected = {"last": [0, 0, 66], "first": [66, 0, 0], "spread": spread}
+    assert list(zip(*ranks)) == 2 * [tuple(expected[placement]) for _, placement, _ in CASES]
+
+
+def carries_views(rank: int, transport: str) -> list[bool]:
+    """A tensor with gradient and strides, changed right after its publication."""
+    with open_channel([TapRoute(3, 0, 0, 12, torch.float32)], [1], transport=transport) as channel:
+        channel.begin_step(0, 1)
+        found = []
+        if rank == 0:
+            tensor = torch.arange(12.0).view(3, 4).t().requires_grad_()
+            channel.publish(0, 3, tensor)
+            with torch.no_grad():
+                tensor.fill_(-1.0)
+        else:
+            tensor = channel.collect(0)[3]
+            found = [torch.equal(tensor, torch.arange(12.0).view(3, 4).t()), not tensor.requires_grad]
+            channel.release(0)
+        channel.end_step()
+    return found
+
+
+@transports
+def test_the_published_values_arrive_even_if_the_tensor_changes_at_once(pair, transport):
+    assert pair[carries_views, transport][1].value == [True, True]
+
+
+def leaves_early(rank: int, transport: str) -> int:
+    channel = open_channel(chain_routes(2), [1], transport=transport, num_slots=3)
+    if rank == 0:
+        run_step(channel, 0, 3, (4, 4))
+        channel.close()
+        os._exit(0)  # gone before the sink looks
+    time.sleep(1.5)
+    compared = run_step(channel, 0, 3, (4, 4))
+    channel.close()
+    return compared
+
+
+@transports
+def test_a_source_may_leave_after_its_last_step(transport):
+    assert outcomes_of(leaves_early, 2, transport)[1].value == 6
+
+
+# Publishing does not wait for the sink
+
+
+def publishes_ahead(rank: int, transport: str) -> int:
+    channel = open_channel(chain_routes(1), [1], transport=transport, num_slots=3, timeout_s=10.0)
+    channel.begin_step(0, 3)
+    if rank == 0:
+        for microbatch in range(3):
+            channel.publish(microbatch, 1, torch.zeros(4))
+        channel.end_step()
+        dist.barrier()
+    else:
+        dist.barrier()  # the source comes here without any help of the sink
+        for microbatch in range(3):
+            channel.collect(microbatch)
+        for microbatch in range(3):
+            channel.release(microbatch)
+        channel.end_step()
+    channel.close()
+    return channel.totals.num_published + channel.totals.num_collected
+
+
+@transports
+def test_as_many_microbatches_as_slots_are_published_without_the_sink(pair, transport):
+    assert [outcome.value for outcome in pair[publishes_ahead, transport]] == [3, 3]
+
+
+def fills_ring(rank: int, transport: str) -> None:
+    channel = open_channel(chain_routes(1), [1], transport=transport, num_slots=2, timeout_s=1.0)
+    channel.begin_step(5, 8)
+    try:
+        for microbatch in range(8 if rank == 0 else 0):
+            channel.publish(microbatch, 1, torch.zeros(4))
+    finally:
+        dist.barrier()
+
+
+@pytest.mark.parametrize(("transport", "stuck_at"), [("shm", 2), ("gloo", 4)])
+def test_a_full_ring_ends_in_a_timeout_that_names_who_waits_for_whom(pair, transport, stuck_at):
+    outcome = pair[fills_ring, transport][0]
+    assert outcome.error == "TapTimeout"
+    for part in (
+        f"rank 0, step 5: publish({stuck_at}, tap 1)",
+        "waits for rank 1 to release",
+        "waited 1 s",
+        "2 slot(s)",
+    ):
+        assert part in outcome.text
+
+
+# Faults of the caller
+
+
+def misuse(rank: int, transport: str, case: str) -> None:
+    routes = [TapRoute(1, 0, 0, 64, torch.float32), TapRoute(2, 1, 1, 64, torch.float32)]
+    with open_channel(routes, [1], transport=transport, num_slots=2, timeout_s=8.0) as channel:
+        channel.begin_step(7, 4)
+        if rank == 0:
+            channel.publish(0, 1, torch.zeros(8))
+            if case == "double":
+                channel.publish(0, 1, torch.zeros(8))
+            if case == "order":
+                channel.publish(2, 1, torch.zeros(8))
+            if case == "owner":
+                channel.publish(0, 2, torch.zeros(8))
+            if case == "unknown":
+                channel.publish(0, 9, torch.zeros(8))
+            if case == "long":
+                channel.publish(1, 1, torch.zeros(65))
+            if case == "dtype":
+                channel.publish(1, 1, torch.zeros(8, dtype=torch.bfloat16))
+            if case == "not the sink":
+                channel.collect(0)
+            if case == "lost":
+                channel.end_step()
+            channel.publish(1, 1, torch.zeros(8))
+            channel.publish(2, 1, torch.zeros(8))
+            channel.publish(3, 1, torch.zeros(8))
+        else:
+            for microbatch in range(4):
+                channel.publish(microbatch, 2, torch.zeros(8))
+            channel.collect(0)
+            if case == "release order":
+                channel.collect(1)
+                channel.release(1)
+            if case == "no room":
+                channel.collect(1)
+                channel.collect(2)
+            if case == "collect order":
+                channel.collect(2)
+            channel.release(0)
+            channel.collect(1)
+            if case == "not collected":
+                channel.release(1)
+                channel.end_step()
+            channel.release(1)
+            channel.collect(2)
+        channel.end_step()
+
+
+FAULTS = {
+    "double": (0, "publish(0, tap 1): it was published before (a second forward?); rank 1 is due microbatch 1"),
+    "order": (0, "publish(2, tap 1): rank 1 is due microbatch 1 of 4"),
+    "owner": (0, "publish(0, tap 2): the tap belongs to stage 1 on rank 1"),
+    "unknown": (0, "publish(0, tap 9): there is no such tap; the routes have [1, 2]"),
+    "long": (0, "publish(1, tap 1): shape (65,) has 65 elements, a slot has room for 64"),
+    "dtype": (0, "publish(1, tap 1): a tensor of torch.bfloat16"),
+    "not the sink": (0, "collect(0): due is nothing more; this rank collects []"),
+    "lost": (0, "tap 1 (stage 0) of microbatches [1, 2, 3] was not published"),
+    "release order": (1, "release(1): held are [0, 1], of which the first must go first"),
+    "no room": (1, "collect(2): microbatches [0, 1] hold all 2 slots; release one first"),
+    "collect order": (1, "collect(2): due is microbatch 1; this rank collects [0, 1, 2, 3]"),
+    "not collected": (1, "microbatches [2, 3] were not collected"),
+}
+
+
+@pytest.fixture(scope="module")
+def faults():
+    cases = {(transport, case): (misuse, (transport, case)) for transport in ("shm", "gloo") for case in FAULTS}
+    return outcomes_of_cases(cases, 2, timeout_s=150.0)
+
+
+@transports
+@pytest.mark.parametrize("case", list(FAULTS))
+def test_a_fault_of_one_rank_is_named_there_and_ends_the_other(faults, transport, case):
+    guilty, message = FAULTS[case]
+    outcomes = faults[transport, case]
+    assert outcomes[guilty].error == "TapProtocolError"
+    assert f"rank {guilty}, step 7" in outcomes[guilty].text and message in outcomes[guilty].text
+    other = outcomes[1 - guilty]
+    if case in ("not collected", "release order", "no room", "collect order") and not other.error:
+        return  # the other rank had published everything and waited for nothing
+    assert other.error == "TapPeerLost", other
+    if transport == "shm":
+        assert f"rank {guilty} aborted: TapProtocolError: " in other.text
+    assert other.ended_at_s - outcomes[guilty].ended_at_s < 5.0
+
+
+def disagrees(rank: int, what: str) -> None:
+    routes, kwargs = chain_routes(3), {}
+    if rank == 1:
+        match what:
+            case "tap ids":
+                routes = routes[:2]
+            case "max_numel":
+                routes[1] = TapRoute(2, 1, 1, 65, torch.float32)
+            case "sink_ranks":
+                kwargs["sink_ranks"] = [0, 1, 2]
+            case "num_slots":
+                kwargs["num_slots"] = 3
+            case "transport":
+                kwargs["transport"] = "gloo"
+            case "impossible":
+                kwargs["num_slots"] = 0
+            case "timeout_s":
+                kwargs["timeout_s"] = 100.0
+    open_channel(routes, **({"sink_ranks": [2], "transport": "shm"} | kwargs))
+
+
+def disagrees_on_all(rank: int) -> dict[str, tuple[str, str]]:
+    found = {}
+    for what in ("tap ids", "max_numel", "sink_ranks", "num_slots", "transport", "timeout_s"):
+        try:
+            disagrees(rank, what)
+        except (TapProtocolError, ValueError) as error:
+            found[what] = (type(error).__name__, str(error))
+    return found
+
+
+def test_ranks_that_were_given_different_things_all_say_so_before_the_first_step():
+    ranks = values_of(disagrees_on_all, 3)
+    assert ranks[0] == ranks[1] == ranks[2]
+    says = {
+        "tap ids": "tap ids: rank(s) [0, 2] have [1, 2, 3], rank(s) [1] have [1, 2]; tap 3: rank(s) [0, 2] have TapRoute(",
+        "max_numel": "tap 2: rank(s) [0, 2] have TapRoute(tap_id=2, owner_stage=1, owner_rank=1, max_numel=64,",
+        "sink_ranks": "sink_ranks: rank(s) [0, 2] have [2], rank(s) [1] have [0, 1, 2]",
+        "num_slots": "num_slots: rank(s) [0, 2] have 2, rank(s) [1] have 3",
+        "transport": "transport: rank(s) [0, 2] have shm, rank(s) [1] have gloo",
+    }
+    for what, text in says.items():
+        kind, message = ranks[0][what]
+        assert kind == "TapProtocolError" and text in message, message
+    assert ranks[0]["timeout_s"][0] == "ValueError"
+    assert (
+        "rank 1: timeout_s (100) times 1.5 must be shorter than the process group's timeout (100 s)"
+        in ranks[0]["timeout_s"][1]
+    )
+
+
+def counts_differently(rank: int, transport: str) -> None:
+    channel = open_channel(chain_routes(1), [1], transport=transport, timeout_s=8.0)
+    channel.begin_step(3 + rank, 4 - rank)
+    if rank == 0:
+        channel.publish(0, 1, torch.zeros(3))
+        channel.publish(1, 1, torch.zeros(3))
+        dist.barrier()
+    else:
+        try:
+            channel.collect(0)
+        finally:
+            dist.barrier()
+
+
+@transports
+def test_a_step_that_differs_between_ranks_is_named_at_the_first_tap(pair, transport):
+    outcome = pair[counts_differently, transport][1]
+    assert outcome.error == "TapProtocolError"
+    text = "tap 1 of microbatch 0 from rank 0 (stage 0): arrived with step 3 instead of 4, num_microbatches 4 instead of 3"
+    assert text in outcome.text
+
+
+# Faults of the world
+
+
+def stops_in_step(rank: int, transport: str, victim: int, fault: str, kill_at: str) -> None:
+    """Three ranks; `victim` is killed, frozen or errs in the middle of step 2."""
+    if kill_at == "setup" and rank == victim:
+        original = TapChannel._make_transport
+
+        def die(self, group, name):
+            original(self, group, name)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        TapChannel._make_transport = die
+    with open_channel(chain_routes(3), [2], transport=transport, num_slots=2, timeout_s=4.0) as channel:
+        for step in range(2):
+            run_step(channel, step, 4, (4, 4))
+        channel.begin_step(2, 50)
+        for microbatch in range(50):
+            if rank == victim and microbatch == 3:
+                if fault == "killed":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if fault == "frozen":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                raise KeyError("a fault of the model")
+            channel.publish(microbatch, rank + 1, torch.zeros(4))
+            if rank == 2:
+                channel.collect(microbatch)
+                channel.release(microbatch)
+        channel.end_step()
+
+
+@pytest.mark.slow
+@transports
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("fault", ["killed", "raised"])
+def test_a_rank_that_dies_or_fails_ends_the_others_within_seconds_and_leaves_nothing(transport, victim, fault):
+    before, start = shared_files(), time.monotonic()
+    outcomes = outcomes_of(stops_in_step, 3, transport, victim, fault, "step", timeout_s=60.0)
+    assert outcomes[victim].error == ("KeyError" if fault == "raised" else "died")
+    for rank, outcome in enumerate(outcomes):
+        if rank != victim:
+            assert outcome.error == "TapPeerLost", (rank, outcome)
+            assert "step 2" in outcome.text
+    if transport == "shm":
+        texts = [outcome.text for rank, outcome in enumerate(outcomes) if rank != victim]
+        said = f"rank {victim} aborted: KeyError: " if fault == "raised" else f"the process of rank {victim} died"
+        assert any(said in text for text in texts), texts
+    ends = [outcome.ended_at_s for rank, outcome in enumerate(outcomes) if rank != victim]
+    if fault == "raised":
+        assert max(ends) - outcomes[victim].ended_at_s < 10.0
+    else:
+        assert max(ends) - min(ends) < 5.0 and max(ends) - start < 45.0
+    assert shared_files() <= before
+
+
+@pytest.mark.slow
+@transports
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_frozen_rank_is_named_by_the_timeout(transport, victim):
+    outcomes = outcomes_of(stops_in_step, 3, transport, victim, "frozen", "step", absent=(victim,), timeout_s=60.0)
+    texts = {rank: outcome.text for rank, outcome in enumerate(outcomes) if rank != victim}
+    assert all(outcomes[rank].error in ("TapTimeout", "TapPeerLost") for rank in texts)
+    timeouts = [text for rank, text in texts.items() if outcomes[rank].error == "TapTimeout"]
+    wanted = {
+        # What a frozen rank gave to gloo last may not have left it.
+        0: r"step 2: collect\(([123])\): tap 1 of microbatch \1 from rank 0 \(stage 0\) did not come: waited 4 s",
+        2: r"step 2: publish\(\d, tap [12]\) waits for rank 2 to release room: waited 6 s",
+    }
+    assert timeouts and all(re.search(wanted[victim], text) for text in timeouts), texts
+
+
+@pytest.mark.slow
+def test_a_rank_killed_during_setup_leaves_nothing_in_shared_memory():
+    before = shared_files()
+    # The others wait in the group's own collective, which sees the connection close.
+    outcomes = outcomes_of(stops_in_step, 3, "shm", 0, "killed", "setup", timeout_s=60.0)
+    assert outcomes[0].error == "died" and outcomes[1].error and outcomes[2].error
+    assert shared_files() <= before
+
+
+def opens_and_looks(rank: int) -> set[str]:
+    before = shared_files()
+    channel = open_channel(chain_routes(2), [1], transport="shm")
+    dist.barrier()
+    seen = shared_files() - before
+    run_step(channel, 0, 2, (2,))
+    return seen
+
+
+def test_shared_memory_has_no_name_even_while_it_is_used(pair):
+    assert [outcome.value for outcome in pair[opens_and_looks]] == [set(), set()]
+
+
+# Choice
+
+
+def automatic(rank: int) -> list[str]:
+    found = []
+    for routes, sinks in ((chain_routes(2), [1]), ([TapRoute(1, 1, 1, 4, torch.float32)], [1])):
+        with open_channel(routes, sinks) as channel:
+            run_step(channel, 0, 3, (2, 2))
+            found.append(channel.describe())
+    for name in ("local", "cuda_ipc", "nccl"):
+        try:
+            open_channel(chain_routes(2), [1], transport=name)
+        except ValueError as error:
+            found.append(str(error))
+    try:
+        open_channel(chain_routes(2), [0], transport="relay")
+    except ValueError as error:
+        found.append(str(error))
+    return found
+
+
+def test_the_choice_names_its_reason_and_a_forced_transport_that_cannot_work_is_refused(pair):
+    ranks = [outcome.value for outcome in pair[automatic]]
+    assert ranks[0] == ranks[1]
+    assert ranks[0] == [
+        "taps [1, 2] to rank(s) [1] by shm (the taps lie on the CPU of one host), 2 slot(s)",
+        "taps [1] to rank(s) [1] by local (every tap is read by the rank that owns it), 2 slot(s)",
+        "transport='local' can't work: taps are owned by ranks [0, 1] and read by ranks [1]. Use transport='auto'.",
+        "transport='cuda_ipc' can't work: cuda_ipc moves GPU memory and the taps lie on the CPU. Use transport='auto'.",
+        "transport='nccl' can't work: nccl moves GPU memory and the taps lie on the CPU. Use transport='auto'.",
+        "transport='relay' can't work: activations only flow to the last stage (rank 1), and the sinks are [0]. "
+        "Use transport='auto'.",
+    ]

@@ -1,0 +1,377 @@
+"""Attention of block drafts against one dense softmax in fp64, whichever way its keys and queries travel."""
+
+import random
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from hf_codraft.attention.block_draft import BlockTraffic, DraftBlocks, block_attention, block_traffic, cheaper_route
+from hf_codraft.attention.layout import PackedLayout, Piece
+from hf_codraft.attention.plans import balanced_plan, contiguous_plan, segment_zigzag_plan, zigzag_plan
+from hf_codraft.attention.shard import Shard
+from hf_codraft.attention.transport import run_local_ranks
+
+SCALE, HEAD_DIM = 0.3, 8
+PLANS = [contiguous_plan, zigzag_plan, segment_zigzag_plan, balanced_plan]
+LENGTHS = {
+    "one token": [1],
+    "ones": [1, 1, 1],
+    "odd": [5, 1, 9, 1],
+    "long and short": [30, 3, 2, 2],
+    "one segment": [33],
+}
+
+
+def layout_of(lengths, plan, world) -> PackedLayout:
+    return plan(PackedLayout.from_lengths(lengths).cu_seqlens, world)
+
+
+def some_anchors(num_tokens: int, share: float, seed: int = 0) -> tuple[int, ...]:
+    """Random ones; with a share of 1, all tokens."""
+    pick = random.Random(seed)
+    return tuple(token for token in range(num_tokens) if pick.random() < share)
+
+
+def seen_by(blocks: DraftBlocks, *, is_causal: bool) -> torch.Tensor:
+    """`(anchors, slots, tokens + anchors * slots)`: who sees whom, pair by pair."""
+    layout, num_slots, anchors = blocks.layout, blocks.num_slots, blocks.anchors
+    mask = torch.zeros(len(anchors), num_slots, layout.num_tokens + len(anchors) * num_slots, dtype=torch.bool)
+    for number, anchor in enumerate(anchors):
+        start, _ = layout.segment_of(anchor)
+        for slot in range(num_slots):
+            for key in range(start, anchor + int(blocks.includes_anchor)):
+                mask[number, slot, key] = blocks.window is None or key > anchor + slot - blocks.window
+            for other in range(slot + 1 if is_causal else num_slots):
+                mask[number, slot, layout.num_tokens + number * num_slots + other] = True
+    return mask
+
+
+def dense(tensors, mask) -> torch.Tensor:
+    q, k, v, block_k, block_v = tensors
+    group = q.shape[2] // k.shape[1]
+    keys, values = (
+        torch.cat([trunk, own.flatten(0, 1)]).repeat_interleave(group, 1)
+        for trunk, own in ((k, block_k), (v, block_v))
+    )
+    scores = torch.einsum("asnd,knd->ansk", q, keys) * SCALE
+    prob = torch.softmax(scores.masked_fill(~mask[:, None], -torch.inf), -1)
+    return torch.einsum("ansk,knd->asnd", prob, values)
+
+
+def inputs(blocks, *, heads=(6, 2), seed=0) -> list[torch.Tensor]:
+    """q, k, v, keys and values of the blocks, over the whole row, as fp64 leaves."""
+    generator = torch.Generator().manual_seed(seed)
+    num_heads, num_kv_heads = heads
+    in_blocks, in_trunk = (len(blocks.anchors), blocks.num_slots), (blocks.layout.num_tokens,)
+    shapes = [(*in_blocks, num_heads), *2 * [(*in_trunk, num_kv_heads)], *2 * [(*in_blocks, num_kv_heads)]]
+    return [
+        torch.randn(*shape, HEAD_DIM, generator=generator, dtype=torch.float64).mul_(2).requires_grad_()
+        for shape in shapes
+    ]
+
+
+def owned_rows(blocks, rank) -> list[int]:
+    return [blocks.anchors.index(anchor) for anchor in blocks.owned(rank)]
+
+
+def run(blocks, tensors, grad, *, is_causal=False, route="auto", kernel="aten"):
+    """Output, gradients and each rank's traffic (forward bytes, backward bytes) over all ranks of the layout."""
+    layout = blocks.layout
+
+    def one_rank(transport):
+        shard, rows = Shard(layout, transport.rank, transport), owned_rows(blocks, transport.rank)
+        q, k, v, block_k, block_v = own = [
+            (layout.shard(x.detach(), transport.rank) if number in (1, 2) else x.detach()[rows]).requires_grad_()
+            for number, x in enumerate(tensors)
+        ]
+        out = block_attention(
+            q, k, v, block_k_ASMD=block_k, block_v_ASMD=block_v, blocks=blocks, shard=shard, scale=SCALE,
+            is_causal=is_causal, route=route, kernel=kernel,
+        )  # fmt: skip
+        forward_bytes = transport.traffic.num_bytes
+        out.backward(grad[rows].to(out.dtype))
+        return out.detach(), [x.grad for x in own], forward_bytes, transport.traffic.num_bytes - forward_bytes
+
+    results = run_local_ranks(one_rank, layout.world, timeout_s=20)
+
+    def joined(parts, is_trunk):
+        if is_trunk:
+            return layout.unshard(parts)
+        order = torch.tensor(
+            [row for rank in range(layout.world) for row in owned_rows(blocks, rank)], dtype=torch.long
+        )
+        return torch.cat(parts)[order.argsort()]
+
+    out = joined([result[0] for result in results], False)
+    gradients = [joined([result[1][n] for result in results], n in (1, 2)) for n in range(5)]
+    return out, gradients, BlockTraffic(tuple(r[2] for r in results), tuple(r[3] for r in results))
+
+
+def assert_equals_dense(blocks, *, heads=(6, 2), is_causal=False, route="auto", kernel="aten"):
+    tensors = inputs(blocks, heads=heads)
+    want = dense(tensors, seen_by(blocks, is_causal=is_causal))
+    grad = torch.randn(want.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    wanted = torch.autograd.grad(want, tensors, grad)
+    out, gradients, traffic = run(blocks, tensors, grad, is_causal=is_causal, route=route, kernel=kernel)
+    torch.testing.assert_close(out, want, rtol=0, atol=1e-12)
+    for got, expected in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+    if route != "auto":
+        assert traffic == block_traffic(
+            blocks, route, num_heads=heads[0], num_kv_heads=heads[1], head_dim=HEAD_DIM, dtype=torch.float64
+        )
+
+
+@pytest.mark.parametrize("route", ["keys", "queries", "auto"])
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+def test_values_gradients_and_bytes_equal_a_dense_softmax_and_the_closed_form(lengths, world, route):
+    pick = random.Random(repr((lengths, world, route)))
+    for plan in PLANS:
+        layout = layout_of(lengths, plan, world)
+        num_slots = pick.choice([1, 2, 5])
+        anchors = some_anchors(layout.num_tokens, pick.choice([0.3, 1.0]), pick.randrange(99))
+        blocks = DraftBlocks(layout, anchors, num_slots, includes_anchor=pick.random() < 0.5)
+        heads = pick.choice([(4, 4), (6, 2), (3, 1), (9, 3)])
+        assert_equals_dense(blocks, heads=heads, is_causal=pick.random() < 0.3, route=route)
+
+
+@pytest.mark.parametrize("route", ["keys", "queries"])
+@pytest.mark.parametrize("window", [4, 7, 1000])
+@pytest.mark.parametrize("includes_anchor", [False, True])
+def test_a_sliding_window_ends_at_each_slots_own_position(window, includes_anchor, route):
+    for world, plan in ((1, contiguous_plan), (3, zigzag_plan), (4, balanced_plan)):
+        layout = layout_of([21, 1, 9], plan, world)
+        blocks = DraftBlocks(layout, some_anchors(31, 0.5), 4, includes_anchor=includes_anchor, window=window)
+        assert_equals_dense(blocks, route=route)
+
+
+@pytest.mark.parametrize("route", ["keys", "queries"])
+@pytest.mark.parametrize(
+    ("anchors", "pieces"),
+    [
+        ((), [(0, 6, 0), (6, 12, 1)]),
+        ((0, 8), [(0, 6, 0), (6, 12, 1)]),  # both at the start of a segment: no trunk key at all
+        ((3,), [(0, 6, 0), (6, 12, 1)]),  # rank 1 has keys and no anchor
+        ((5, 7, 11), [(0, 6, 0), (6, 12, 1)]),  # slots of 5 reach past the shard, those of 7 past the segment
+        ((2, 7), [(0, 12, 1)]),  # rank 0 has nothing
+        ((1, 11), [(0, 1, 1), (1, 2, 2), (2, 11, 0), (11, 12, 2)]),  # keys of an anchor all lie elsewhere
+    ],
+    ids=["none", "segment starts", "one rank", "past the border", "empty rank", "far keys"],
+)
+def test_blocks_at_edges_equal_a_dense_softmax(anchors, pieces, route):
+    layout = PackedLayout((0, 8, 12), 3, tuple(Piece(*piece) for piece in pieces))
+    assert_equals_dense(DraftBlocks(layout, anchors, 4), route=route)
+
+
+@pytest.mark.parametrize("route", ["keys", "queries"])
+def test_the_eager_kernel_gives_the_same(route):
+    layout = layout_of([13, 6], zigzag_plan, 2)
+    assert_equals_dense(DraftBlocks(layout, some_anchors(19, 0.5), 3), route=route, kernel="eager")
+
+
+@pytest.mark.parametrize("window", [None, 5, 40])
+def test_visible_pairs_are_covered_once_and_by_few_rectangles(window):
+    pick = random.Random(3)
+    for _ in range(60):
+        lengths = [pick.choice([1, 2, 3, 9, 17]) for _ in range(pick.randint(1, 5))]
+        layout = layout_of(lengths, pick.choice(PLANS), pick.randint(1, 4))
+        anchors = some_anchors(layout.num_tokens, pick.random(), pick.randrange(99))
+        blocks = DraftBlocks(layout, anchors, pick.randint(1, 5), includes_anchor=pick.random() < 0.5, window=window)
+        covered = torch.zeros(len(anchors) * blocks.num_slots, layout.num_tokens, dtype=torch.long)
+        for query_rank in range(layout.world):
+            numbers = torch.tensor(owned_rows(blocks, query_rank), dtype=torch.long)
+            rows = (numbers[:, None] * blocks.num_slots + torch.arange(blocks.num_slots)).flatten()
+            for key_rank in range(layout.world):
+                shapes = blocks.between(query_rank, key_rank)
+                for block in shapes:
+                    size = (block.query_end - block.query_start, block.key_end - block.key_start)
+                    assert min(size) > 0
+                    seen = torch.ones(size, dtype=torch.long)
+                    seen = {"full": seen, "causal": seen.tril(), "anticausal": seen.triu()}[block.shape]
+                    local = layout.index(key_rank)[block.key_start : block.key_end]
+                    covered[rows[block.query_start : block.query_end, None], local] += seen
+                if window is None:
+                    num_runs = len(layout.runs(key_rank)) + len(layout.segments)
+                    assert len(shapes) <= len(numbers) * num_runs
+        wanted = seen_by(blocks, is_causal=False)[..., : layout.num_tokens].flatten(0, 1).long()
+        assert torch.equal(covered, wanted)
+
+
+def test_one_segment_needs_one_rectangle_an_anchor():
+    blocks = DraftBlocks(PackedLayout.from_lengths([4096]), tuple(range(5, 4096, 9)), 4)
+    assert len(blocks.between(0, 0)) == len(blocks.anchors)
+
+
+@pytest.mark.parametrize("route", ["keys", "queries"])
+@pytest.mark.parametrize("token", [9, 14, 25])
+def test_no_token_from_the_anchor_on_and_no_foreign_one_changes_a_block(token, route):
+    layout = layout_of([20, 10], zigzag_plan, 3)
+    blocks = DraftBlocks(layout, some_anchors(30, 0.6), 3)
+    tensors = inputs(blocks)
+    grad = torch.zeros_like(tensors[0])
+    plain, *_ = run(blocks, tensors, grad, route=route)
+    changed = [x.detach().clone() for x in tensors]
+    changed[1][token] += 5
+    changed[2][token] -= 3
+    other, *_ = run(blocks, changed, grad, route=route)
+    start, end = layout.segment_of(token)
+    is_later = torch.tensor([start <= token < anchor < end for anchor in blocks.anchors])
+    assert torch.equal(plain[~is_later], other[~is_later])
+    assert (plain[is_later] != other[is_later]).flatten(1).any(1).all()
+
+
+def test_another_block_changes_nothing():
+    layout = layout_of([20, 10], contiguous_plan, 2)
+    blocks = DraftBlocks(layout, (3, 4, 12, 25), 3)
+    tensors = inputs(blocks)
+    grad = torch.zeros_like(tensors[0])
+    plain, *_ = run(blocks, tensors, grad)
+    changed = [x.detach().clone() for x in tensors]
+    for x in (changed[0], changed[3], changed[4]):
+        x[1] += 2
+    other, *_ = run(blocks, changed, grad)
+    assert torch.equal(plain[[0, 2, 3]], other[[0, 2, 3]])
+
+
+def narrow_errors(blocks, narrow, *, world_route) -> list[float]:
+    wide = [x.detach().double().requires_grad_() for x in narrow]
+    want = dense(wide, seen_by(blocks, is_causal=False))
+    grad = torch.randn(want.shape, generator=torch.Generator().manual_seed(9)).to(narrow[0].dtype).double()
+    wanted = [want, *torch.autograd.grad(want, wide, grad)]
+    out, gradients, _ = run(blocks, narrow, grad, route=world_route)
+    return [(got.double() - w).norm().item() for got, w in zip([out, *gradients], wanted, strict=True)]
+
+
+@pytest.mark.parametrize("route", ["keys", "queries"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_error_in_low_precision_grows_at_most_by_half_over_that_of_one_rank(dtype, route):
+    lengths = [70, 41, 1, 16]
+    split = DraftBlocks(layout_of(lengths, zigzag_plan, 4), some_anchors(128, 0.25), 4)
+    whole = DraftBlocks(PackedLayout.from_lengths(lengths), split.anchors, 4)
+    tensors = [x.detach().to(dtype).requires_grad_() for x in inputs(split)]
+    together, alone = (narrow_errors(blocks, tensors, world_route=route) for blocks in (split, whole))
+    for ours, one_rank, x in zip(together, alone, [tensors[0], *tensors]):
+        assert ours <= 1.5 * one_rank
+        assert dtype == torch.bfloat16 or ours <= 1e-5 * x.numel() ** 0.5
+
+
+def test_bf16_error_is_at_most_twice_that_of_sdpa():
+    blocks = DraftBlocks(PackedLayout.from_lengths([70, 41, 1, 16]), some_anchors(128, 0.25), 4)
+    narrow = [x.detach().bfloat16().requires_grad_() for x in inputs(blocks)]
+    ours = narrow_errors(blocks, narrow, world_route="auto")
+    q, k, v, block_k, block_v = narrow
+    mask = seen_by(blocks, is_causal=False)
+    rows = (q.flatten(0, 1), torch.cat([k, block_k.flatten(0, 1)]), torch.cat([v, block_v.flatten(0, 1)]))
+    out = F.scaled_dot_product_attention(
+        *(x.transpose(0, 1)[None] for x in rows),
+        attn_mask=mask.flatten(0, 1)[None, None],
+        scale=SCALE,
+        enable_gqa=True,
+    )
+    plain_out = out[0].transpose(0, 1).reshape(q.shape)
+    wide = [x.detach().double().requires_grad_() for x in narrow]
+    want = dense(wide, mask)
+    grad = torch.randn(want.shape, generator=torch.Generator().manual_seed(9)).bfloat16()
+    plain = [plain_out, *torch.autograd.grad(plain_out, narrow, grad)]
+    wanted = [want, *torch.autograd.grad(want, wide, grad.double())]
+    for our_error, got, truth in zip(ours, plain, wanted, strict=True):
+        assert our_error <= 2 * (got.double() - truth).norm()
+
+
+def test_autocast_does_not_round_what_it_was_not_asked_to():
+    layout = layout_of([20, 10], zigzag_plan, 2)
+    blocks = DraftBlocks(layout, some_anchors(30, 0.5), 3)
+    tensors = [x.detach().float().requires_grad_() for x in inputs(blocks)]
+    grad = torch.ones_like(tensors[0])
+    for route in ("keys", "queries"):
+
+        def one_rank(transport, route=route):
+            rows = owned_rows(blocks, transport.rank)
+            own = [layout.shard(x, transport.rank) if n in (1, 2) else x[rows] for n, x in enumerate(tensors)]
+            with torch.autocast("cpu", torch.bfloat16):
+                return block_attention(
+                    *own[:3], block_k_ASMD=own[3], block_v_ASMD=own[4], blocks=blocks,
+                    shard=Shard(layout, transport.rank, transport), scale=SCALE, route=route,
+                )  # fmt: skip
+
+        plain, *_ = run(blocks, tensors, grad, route=route)
+        for rank, inside in enumerate(run_local_ranks(one_rank, 2)):
+            assert torch.equal(inside, plain[owned_rows(blocks, rank)])
+
+
+def test_auto_sends_the_less():
+    shape = dict(num_heads=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+    few = DraftBlocks(zigzag_plan((0, 16384), 4), tuple(range(100, 16384, 256)), 16)
+    many_short = DraftBlocks(zigzag_plan(tuple(range(0, 16385, 64)), 4), tuple(range(0, 16384, 8)), 16)
+    for blocks, want in ((few, "queries"), (many_short, "keys")):
+        by_route = {route: block_traffic(blocks, route, **shape).total_bytes for route in ("keys", "queries")}
+        assert cheaper_route(blocks, **shape) == want == min(by_route, key=by_route.get)
+    tensors = inputs(DraftBlocks(zigzag_plan((0, 60), 3), (40, 59), 2))
+    blocks = DraftBlocks(zigzag_plan((0, 60), 3), (40, 59), 2)
+    *_, traffic = run(blocks, tensors, torch.zeros_like(tensors[0]), route="auto")
+    small = dict(num_heads=6, num_kv_heads=2, head_dim=HEAD_DIM, dtype=torch.float64)
+    assert traffic == block_traffic(blocks, cheaper_route(blocks, **small), **small)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"anchors": (3, 1)}, r"anchors must ascend within tokens 0..29, got \(3, 1\)"),
+        ({"anchors": (3, 3)}, "leave doubles out"),
+        ({"anchors": (30,)}, "anchors must ascend"),
+        ({"anchors": (-1, 3)}, "anchors must ascend"),
+        ({"num_slots": 0}, "num_slots must be at least 1, got 0"),
+        ({"window": 3}, r"window \(3\) must be at least num_slots \(4\)"),
+    ],
+)
+def test_blocks_that_cannot_be_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        DraftBlocks(**({"layout": PackedLayout.from_lengths([20, 10]), "anchors": (1, 2), "num_slots": 4} | fields))
+
+
+def test_tensors_and_options_that_do_not_fit_are_refused():
+    layout = PackedLayout.from_lengths([6])
+    blocks = DraftBlocks(layout, (1, 4), 3)
+
+    def call(*tensors, **options):
+        q, k, v, block_k, block_v = tensors
+        options = {"blocks": blocks, "shard": Shard(layout), "scale": SCALE} | options
+        return block_attention(q, k, v, block_k_ASMD=block_k, block_v_ASMD=block_v, **options)
+
+    tensors = inputs(blocks)
+    assert call(*tensors).shape == tensors[0].shape
+    for number, name in enumerate(["q_ASND", "k_TMD", "v_TMD", "block_k_ASMD", "block_v_ASMD"]):
+        broken = [x[1:] if n == number else x for n, x in enumerate(tensors)]
+        with pytest.raises(ValueError, match=rf"{name} must have shape .*rank 0 owns 2 anchors and 6 tokens"):
+            call(*broken)
+    with pytest.raises(ValueError, match="with a multiple of kv_heads heads"):
+        call(tensors[0][:, :, :5], *tensors[1:])
+    with pytest.raises(ValueError, match="route must be one of"):
+        call(*tensors, route="ring")
+    with pytest.raises(ValueError, match="kernel must be one of"):
+        call(*tensors, kernel="triton")
+    with pytest.raises(ValueError, match="another layout"):
+        call(*tensors, shard=Shard(PackedLayout.from_lengths([5, 1])))
+    with pytest.raises(ValueError, match="route must be one of"):
+        block_traffic(blocks, "auto", num_heads=6, num_kv_heads=2, head_dim=8, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("route", ["keys", "queries"])
+def test_ranks_with_other_anchors_get_an_error_and_not_each_others_rows(route):
+    layout = layout_of([20], contiguous_plan, 2)
+
+    def one_rank(transport):
+        blocks = DraftBlocks(layout, (12, 13) if transport.rank else (12, 14), 3)
+        rows = owned_rows(blocks, transport.rank)
+        q, k, v, block_k, block_v = (
+            layout.shard(x, transport.rank) if n in (1, 2) else x[rows] for n, x in enumerate(inputs(blocks))
+        )
+        shard = Shard(layout, transport.rank, transport)
+        block_attention(
+            q, k, v, block_k_ASMD=block_k, block_v_ASMD=block_v, blocks=blocks, shard=shard, scale=SCALE, route=route
+        )
+
+    with pytest.raises(RuntimeError, match=r"expected .* of layout .* but that rank sent layout"):
+        run_local_ranks(one_rank, 2, timeout_s=5)

@@ -1,0 +1,315 @@
+"""Passes over a sharded trunk against one dense softmax in fp64: every planner, route, dtype, head shape and window."""
+
+import random
+from dataclasses import replace
+from itertools import combinations, product
+
+import pytest
+import torch
+from attention_cases import (
+    MODES,
+    PLANS,
+    SCALE,
+    TrunkCase,
+    assert_exact,
+    join,
+    leaves,
+    output_gradients,
+    run_rank,
+    run_threads,
+    truth,
+)
+from torch.nn import functional as F
+
+from hf_codraft.attention.blocks import needed_keys
+from hf_codraft.attention.layout import PackedLayout, Piece
+from hf_codraft.attention.reference import visible_mask
+from hf_codraft.attention.shard import Shard
+from hf_codraft.attention.transport import HEADER_BYTES, run_local_ranks
+from hf_codraft.attention.trunk import Trunk, num_kept_within, trunk_attention
+
+AXES = {
+    "lengths": [(5, 1, 9, 1), (1, 1, 1), (2,), (40, 3, 2, 2, 1, 2), (33,)],
+    "world": [1, 2, 3, 4, 8],
+    "plan": list(PLANS),
+    "mode": list(MODES),
+    "dtype": [torch.float64, torch.float32, torch.bfloat16],
+    "heads": [(4, 4), (6, 2), (9, 3), (3, 1)],  # multi-head, grouped, grouped by three, multi-query
+    "head_dim": [16, 64, 128],
+    "window": [None, 1, 7, 1000],
+    "num_passes": [1, 2, 4],
+    "supervised": ["all", "one rank", "none"],
+    "queries": ["all", "some"],
+}
+
+
+def every_pair_of_values() -> list[TrunkCase]:
+    """Cases in which any two values of two axes meet at least once."""
+    pick = random.Random(0)
+    missing = {
+        ((a, u), (b, v))
+        for a, b in combinations(AXES, 2)
+        for u, v in product(range(len(AXES[a])), range(len(AXES[b])))
+    }
+    cases = []
+    while missing:
+        drawn = [{axis: pick.randrange(len(values)) for axis, values in AXES.items()} for _ in range(60)]
+        drawn += [dict(random_case, **dict(pair)) for random_case, pair in zip(drawn, sorted(missing)[:1])]
+        best = max(drawn, key=lambda case: len(missing & set(combinations(case.items(), 2))))
+        missing -= set(combinations(best.items(), 2))
+        cases.append(TrunkCase(**{axis: AXES[axis][number] for axis, number in best.items()}))
+    return cases
+
+
+@pytest.mark.parametrize("case", every_pair_of_values(), ids=str)
+def test_values_and_gradients_equal_a_dense_softmax(case):
+    assert_exact(case, run_threads(case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
+def test_a_sample_of_the_whole_cross_equals_a_dense_softmax(part):
+    pick = random.Random(part)
+    for _ in range(150):
+        case = TrunkCase(**{axis: pick.choice(values) for axis, values in AXES.items()})
+        assert_exact(case, run_threads(case))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_eager_kernel_gives_the_same(mode):
+    case = TrunkCase(mode=mode, kernel="eager", window=7, heads=(9, 3))
+    assert_exact(case, run_threads(case))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("owners", ["alternate", "back to front", "one rank has all", "one token apart"])
+def test_any_pieces_equal_a_dense_softmax(owners, mode, monkeypatch):
+    """Layouts that no planner makes; in most, many a rank has keys that many another does not see."""
+    of_token = {
+        "alternate": lambda token: token % 3,
+        "back to front": lambda token: 2 - token // 6,
+        "one rank has all": lambda token: 1,
+        "one token apart": lambda token: 2 if token == 7 else 0,
+    }[owners]
+    case = TrunkCase(lengths=(5, 1, 9, 1), mode=mode)
+    layout = PackedLayout((0, 5, 6, 15, 16), 3, tuple(Piece(n, n + 1, of_token(n)) for n in range(16)))
+    monkeypatch.setattr(TrunkCase, "layout", property(lambda case: layout))
+    for window in (None, 3):
+        case = replace(case, window=window)
+        assert_exact(case, run_threads(case))
+
+
+# A rank that is left out, one that waits
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_future_and_other_segments_change_nothing_bit_for_bit(mode):
+    case = TrunkCase(lengths=(17, 8), world=3, mode=mode, num_passes=3, dtype=torch.float32)
+    plain = leaves(case, case.dtype)
+    zero = [torch.zeros_like(x) for x in output_gradients(case)]
+    before = run_threads(case, whole=plain, gradients=zero)[: case.num_passes]
+    for token in (0, 6, 11, 16, 17, 24):
+        changed = [x.clone() for x in plain]
+        for x in changed:  # queries, keys and values, those of its branch too
+            x[token] += 3
+        after = run_threads(case, whole=changed, gradients=zero)[: case.num_passes]
+        sees = visible_mask(case.layout, torch.arange(25))[:, token]
+        for x, y in zip(before, after):
+            assert torch.equal(x[~sees], y[~sees])
+            assert (x[sees] != y[sees]).flatten(1).any(1).all()
+
+
+def test_a_token_outside_of_the_window_changes_nothing_bit_for_bit():
+    case = TrunkCase(lengths=(17, 8), world=3, window=4, num_passes=1)
+    plain = leaves(case, case.dtype)
+    changed = [x.clone() for x in plain]
+    for x in changed[1:]:
+        x[5] += 3
+    before, after = (run_threads(case, whole=x)[0] for x in (plain, changed))
+    is_seen = visible_mask(case.layout, torch.arange(25), window=4)[:, 5]
+    assert is_seen.sum() == 4
+    assert torch.equal(before[~is_seen], after[~is_seen])
+    assert (before[is_seen] != after[is_seen]).flatten(1).any(1).all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("lengths", [(40, 3, 2), (2,), (1, 1, 1)], ids=str)
+def test_all_ranks_make_the_same_collectives_in_the_same_order(mode, lengths):
+    case = TrunkCase(lengths=lengths, world=4, mode=mode, num_passes=2)
+
+    def one_rank(transport):
+        calls, exchange = [], transport.exchange
+
+        def recorded(sends, receives, *, what, **rest):
+            to = [(peer - transport.rank) % case.world for peer, _ in sends]
+            calls.append((what, to, [(transport.rank - peer) % case.world for peer, _ in receives]))
+            return exchange(sends, receives, what=what, **rest)
+
+        transport.exchange = recorded
+        run_rank(case, transport)
+        return calls
+
+    first, *others = run_local_ranks(one_rank, case.world, timeout_s=20)
+    assert first
+    assert all(calls == first for calls in others)
+
+
+def traffic(case) -> list[tuple[int, int]]:
+    """Bytes and messages that each rank sends, forward and backward."""
+
+    def one_rank(transport):
+        run_rank(case, transport)
+        return transport.traffic.num_bytes, transport.traffic.num_messages
+
+    return run_local_ranks(one_rank, case.world, timeout_s=20)
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("num_passes", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_bytes_and_messages_are_the_closed_form(dtype, num_passes, window):
+    case = TrunkCase(lengths=(21, 4, 8), world=3, num_passes=num_passes, dtype=dtype, window=window)
+    layout, world = case.layout, case.world
+    pair_bytes = 2 * case.heads[1] * case.head_dim * dtype.itemsize  # one token's key and value
+    gradient_bytes = 2 * case.heads[1] * case.head_dim * (8 if dtype == torch.float64 else 4)
+    shard = Shard(PackedLayout(layout.cu_seqlens))  # blocks of any two ranks, by a single one's shard
+    shard = replace(shard, layout=layout, transport=_Nobody(world))
+    seen = [
+        [sum(b - a for a, b in needed_keys(shard.blocks(q, k, window))) for k in range(world)] for q in range(world)
+    ]
+    for mode, num_kept in (("kept", world - 1), ("partly kept", 1), ("streamed", 0)):
+        want = []
+        for rank in range(world):
+            num_bytes = num_messages = 0
+            for step in range(1, world):
+                target, source = (rank + step) % world, (rank - step) % world
+                fetches = 1 if step <= num_kept else 2 * num_passes  # streamed keys come in each forward and backward
+                returns = 1 if step <= num_kept else num_passes
+                if seen[target][rank]:
+                    num_bytes += fetches * (HEADER_BYTES + seen[target][rank] * pair_bytes)
+                    num_messages += fetches
+                if seen[rank][source]:
+                    num_bytes += returns * (HEADER_BYTES + seen[rank][source] * gradient_bytes)
+                    num_messages += returns
+            want.append((num_bytes, num_messages))
+        assert traffic(replace(case, mode=mode)) == want, mode
+    ring = []
+    for rank in range(world):
+        held = [layout.num_local((rank - step) % world) for step in range(world)]
+        keys = sum(HEADER_BYTES + held[step] * pair_bytes for step in range(world - 1))
+        gradients = sum(HEADER_BYTES + held[step] * gradient_bytes for step in range(world))
+        ring.append((num_passes * (2 * keys + gradients), num_passes * (2 * (world - 1) + world)))
+    assert traffic(replace(case, mode="ring")) == ring
+
+
+class _Nobody:
+    """A transport that reaches nobody: enough for a shard that is only asked what its ranks see."""
+
+    def __init__(self, world):
+        self.world, self.rank = world, 0
+
+
+# Precision
+
+
+def test_bf16_error_is_at_most_twice_that_of_sdpa():
+    case = TrunkCase(lengths=(40, 1, 30), world=4, num_passes=4, dtype=torch.bfloat16, head_dim=64)
+    tensors = [x.requires_grad_() for x in leaves(case, torch.bfloat16)]
+    num = case.num_passes
+    mask = visible_mask(case.layout, torch.arange(71))
+    outs = []
+    for n, q in enumerate(tensors[:num]):
+        own = torch.eye(71, dtype=torch.bool).repeat(1, n)
+        k = torch.cat([tensors[num], *tensors[num + 2 : num + 2 + n]])
+        v = torch.cat([tensors[num + 1], *tensors[2 * num + 1 : 2 * num + 1 + n]])
+        heads_first = (x.transpose(0, 1)[None] for x in (q, k, v))
+        seen = torch.cat([mask, own], 1)[None, None]
+        out = F.scaled_dot_product_attention(*heads_first, attn_mask=seen, scale=SCALE, enable_gqa=True)
+        outs.append(out[0].transpose(0, 1))
+    plain = [*outs, *torch.autograd.grad(outs, tensors, output_gradients(case))]
+    for ours, theirs, want in zip(run_threads(case), plain, truth(case), strict=True):
+        assert (ours.double() - want).norm() <= 2 * (theirs.double() - want).norm()
+
+
+def test_autocast_does_not_round_what_it_was_not_asked_to():
+    case = TrunkCase(lengths=(6, 3), world=2, dtype=torch.float32, num_passes=3)
+
+    def inside(transport):
+        with torch.autocast("cpu", torch.bfloat16):
+            return run_rank(case, transport)
+
+    plain, under = run_threads(case), join(case, run_local_ranks(inside, 2))
+    assert all(torch.equal(x, y) for x, y in zip(plain, under, strict=True))
+
+
+# The interface
+
+
+def test_parts_of_queries_equal_all_of_them():
+    case = TrunkCase(lengths=(17, 8), world=3, window=5, num_passes=1)
+
+    def one_rank(transport):
+        shard = Shard(case.layout, transport.rank, transport)
+        q, k, v = (case.layout.shard(x, transport.rank) for x in leaves(case, case.dtype))
+        trunk = Trunk(k, v, shard=shard, scale=SCALE, window=5)
+        whole = trunk.queries()
+        expected = trunk.attend(q, whole)
+        for fresh in (whole, trunk.queries()):  # blocks known already, and not
+            parts = [trunk.attend(q[a : a + 3], fresh.part(a, min(a + 3, len(q)))) for a in range(0, len(q), 3)]
+            torch.testing.assert_close(torch.cat(parts), expected, rtol=0, atol=1e-13)
+
+    run_local_ranks(one_rank, 3)
+
+
+@pytest.mark.parametrize("keep_remote", [False, True])
+def test_trunk_attention_is_one_pass(keep_remote):
+    case = TrunkCase(lengths=(17, 8), world=3, num_passes=1)
+
+    def one_rank(transport):
+        shard = Shard(case.layout, transport.rank, transport)
+        own = [case.layout.shard(x, transport.rank).requires_grad_() for x in leaves(case, case.dtype)]
+        out = trunk_attention(*own, shard=shard, scale=SCALE, keep_remote=keep_remote)
+        out.backward(case.layout.shard(output_gradients(case)[0], transport.rank))
+        return [out.detach(), *(x.grad for x in own)]
+
+    assert_exact(case, join(case, run_local_ranks(one_rank, 3)))
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_what_is_kept_fits_the_budget_and_one_more_would_not(window):
+    layout = PLANS["zigzag"]((0, 40, 43, 64), 4)
+    shard = replace(Shard(PackedLayout(layout.cu_seqlens)), layout=layout, transport=_Nobody(4))
+
+    def spent(num_kept: int) -> int:
+        return 10 * max(
+            sum(
+                end - start
+                for step in range(1, num_kept + 1)
+                for start, end in needed_keys(shard.blocks(rank, (rank - step) % 4, window))
+            )
+            for rank in range(4)
+        )
+
+    assert spent(1) < spent(3)
+    for budget in {0, spent(1) - 1, *(spent(num) for num in range(4)), 10**9}:
+        num_kept = num_kept_within(layout, bytes_per_token=10, budget_bytes=budget, window=window)
+        assert spent(num_kept) <= budget
+        assert num_kept == 3 or spent(num_kept + 1) > budget
+
+
+def test_tensors_and_options_that_do_not_fit_are_refused():
+    shard = Shard(PackedLayout.from_lengths([4]))
+    k = torch.zeros(4, 2, 8)
+    with pytest.raises(ValueError, match=r"route must be one of .*, got 'tree'"):
+        Trunk(k, k, shard=shard, scale=1.0, route="tree")
+    with pytest.raises(ValueError, match="a row for each of this rank's 4 tokens"):
+        Trunk(k[1:], k[1:], shard=shard, scale=1.0)
+    with pytest.raises(ValueError, match="must have one shape"):
+        Trunk(k, k[:, :1], shard=shard, scale=1.0)
+    with pytest.raises(ValueError, match="kernel must be one of"):
+        Trunk(k, k, shard=shard, scale=1.0, kernel="triton")
+    with pytest.raises(ValueError, match="window must be at least 1 token, got 0"):
+        trunk_attention(k, k, k, shard=shard, scale=1.0, window=0)
+    trunk = Trunk(k, k, shard=shard, scale=1.0)
+    with pytest.raises(ValueError, match="q_AND has 3 rows, but there are 4 queries"):
+        trunk.attend(k[1:], trunk.queries())

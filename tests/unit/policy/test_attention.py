@@ -1,0 +1,357 @@
+"""Policies on packed rows that are spread over ranks of this process: as transformers on the separate rows, or refused."""
+
+import copy
+import importlib.util
+
+import pytest
+import torch
+from packed_policies import PACKINGS, PLANS, VOCAB, Case, assert_equal, build, ours, run_local, truth
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DynamicCache,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+)
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+from hf_codraft.attention.layout import PackedLayout
+from hf_codraft.attention.plans import zigzag_plan
+from hf_codraft.attention.shard import Shard
+from hf_codraft.attention.transport import run_local_ranks
+from hf_codraft.policy import attention
+from hf_codraft.policy.attention import packed_inputs, register_attention
+
+MIXED_WINDOWS = {
+    "use_sliding_window": True,
+    "sliding_window": 5,
+    "layer_types": ["full_attention", "sliding_attention"],
+}
+ALL_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+# Equal to stock transformers
+
+POLICIES = {
+    "llama": Case("llama"),
+    "llama_9_query_3_key_heads": Case(config={"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72}),
+    "llama_1_key_head": Case(config={"num_key_value_heads": 1}),
+    "llama_tied": Case(config={"tie_word_embeddings": True}),
+    "qwen3": Case("qwen3"),
+    "qwen3_windows_in_some_layers": Case("qwen3", config=MIXED_WINDOWS),
+    "qwen3_moe": Case("qwen3_moe"),
+    "qwen3_moe_window": Case("qwen3_moe", config={"use_sliding_window": True, "sliding_window": 5}),
+    "lora_on_queries_alone": Case(lora=("q_proj",)),  # the first layer's keys need no gradient
+    "lora_on_values_alone": Case(lora=("v_proj",)),  # nor its queries
+    "lora": Case("qwen3", lora=ALL_LINEAR),
+    **{f"mistral_window_{window}": Case("mistral", config={"sliding_window": window}) for window in (1, 2, 7, 64)},
+}
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("name", POLICIES)
+def test_logits_and_gradients_equal_transformers_on_the_separate_rows(name, world):
+    case = POLICIES[name]
+    model = build(case)
+    assert_equal(run_local(case, model, world), truth(case, model))
+
+
+@pytest.mark.parametrize("route", ["direct", "ring"])
+@pytest.mark.parametrize("packing", PACKINGS)
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_plan_packing_and_route_is_exact(plan, packing, route):
+    case = Case("mistral", packing, plan, config={"sliding_window": 7}, call={"route": route})
+    model = build(case)
+    reference = truth(case, model)
+    for world in (3, 4):
+        assert_equal(run_local(case, model, world), reference)
+
+
+@pytest.mark.parametrize("keep_remote", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "lora"])
+def test_checkpointing_changes_nothing(name, reentrant, keep_remote):
+    case = POLICIES[name]
+    case = Case(case.kind, lora=case.lora, reentrant=reentrant, call={"keep_remote": keep_remote})
+    model = build(case)
+    assert_equal(run_local(case, model, 2), truth(case, model))
+
+
+@pytest.mark.parametrize("supervised", ["last", "none"])
+def test_ranks_without_a_supervised_token_take_part(supervised):
+    case = Case(plan="contiguous", supervised=supervised)
+    model = build(case)
+    result = run_local(case, model, 4)
+    assert_equal(result, truth(case, model))
+    assert any(gradient.any() for gradient in result.gradients.values()) == (supervised == "last")
+
+
+def test_bf16_is_no_less_exact_on_four_ranks_than_on_one():
+    case = Case("qwen3", "long")
+    model = build(case)
+    exact = truth(case, model.double())
+
+    def distances(world: int) -> dict[str, float]:
+        result = run_local(case, model, world, torch.bfloat16)
+        pairs = {"logits": (result.logits_TV, exact.logits_TV)}
+        pairs |= {name: (result.gradients[name], gradient) for name, gradient in exact.gradients.items()}
+        return {
+            name: ((found.double() - wanted).norm() / wanted.norm()).item() for name, (found, wanted) in pairs.items()
+        }
+
+    one, four = distances(1), distances(4)
+    assert one["logits"] > 1e-4, "bf16 must round at all"
+    assert {name: (four[name], one[name]) for name in one if four[name] > 2 * one[name]} == {}
+
+
+def test_keys_travel_once_a_group_and_not_once_a_query_head():
+    def body_bytes(num_key_value_heads: int) -> int:
+        case = Case(config={"num_attention_heads": 9, "num_key_value_heads": num_key_value_heads, "hidden_size": 72})
+        model, layout = build(case), case.layout(2)
+
+        def run(transport) -> int:
+            with torch.no_grad():
+                ours(model, case)(**packed_inputs(case.token_ids(), Shard(layout, transport.rank, transport)))
+            return transport.traffic.num_bytes - 16 * transport.traffic.num_messages  # without headers
+
+        return sum(run_local_ranks(run, 2))
+
+    assert body_bytes(3) * 3 == body_bytes(9) > 0
+
+
+@pytest.mark.parametrize("token", [0, 9, 13, 24])
+def test_a_changed_token_changes_no_logit_before_it_or_in_another_segment(token):
+    case = Case("mistral", config={"sliding_window": 7})
+    model, layout = build(case), case.layout(4)
+
+    def logits(token_ids: torch.Tensor) -> torch.Tensor:
+        def run(transport) -> torch.Tensor:
+            with torch.no_grad():
+                shard = Shard(layout, transport.rank, transport)
+                return ours(model, case)(**packed_inputs(token_ids, shard)).logits[0, : shard.num_tokens]
+
+        return layout.unshard(run_local_ranks(run, 4))
+
+    token_ids = case.token_ids()
+    before = logits(token_ids)
+    token_ids[token] = (token_ids[token] + 1) % VOCAB
+    changed_T = (logits(token_ids) != before).any(-1)
+    _, end = layout.segment_of(token)
+    reach = min(end, token + 2 * (7 - 1) + 1)  # two layers, a window of 7 each
+    assert changed_T.nonzero()[:, 0].tolist() == list(range(token, reach))
+
+
+# Inputs
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_positions_are_the_segments_and_labels_cross_the_borders_of_shards(plan, world):
+    layout = PLANS[plan]((0, 5, 6, 14), world)
+    token_ids = torch.arange(100, 114)
+    supervised = torch.ones(14, dtype=torch.bool)
+    supervised[8] = False
+    after = [101, 102, 103, 104, -100, -100, 107, -100, *range(109, 114), -100]
+    positions = [*range(5), 0, *range(8)]
+    shards = run_local_ranks(lambda transport: Shard(layout, transport.rank, transport), world)
+    seen = []
+    for shard in shards:
+        inputs = packed_inputs(token_ids, shard, supervised_T=supervised)
+        tokens = inputs["input_ids"][0] - 100
+        assert tokens.tolist() == shard.index.tolist()
+        assert inputs["position_ids"].tolist() == [[positions[token] for token in tokens]]
+        assert inputs["shift_labels"].tolist() == [[after[token] for token in tokens]]
+        seen += tokens.tolist()
+    assert sorted(seen) == list(range(14))
+
+
+def test_a_rank_without_tokens_gets_one_that_has_no_label():
+    layout = zigzag_plan((0, 1), 2)
+    empty = next(rank for rank in range(2) if layout.num_local(rank) == 0)
+    shards = run_local_ranks(lambda transport: Shard(layout, transport.rank, transport), 2)
+    inputs = packed_inputs(torch.tensor([5]), shards[empty])
+    assert inputs["input_ids"].shape == inputs["position_ids"].shape == (1, 1)
+    assert inputs["shift_labels"].tolist() == [[-100]]
+
+
+@pytest.mark.parametrize("name", ["token_ids_T", "supervised_T"])
+def test_inputs_are_made_from_the_whole_row(name):
+    rows = {"token_ids_T": torch.zeros(4, dtype=torch.long), "supervised_T": torch.ones(4)}
+    rows[name] = rows[name][:3]
+    with pytest.raises(ValueError, match=rf"{name} has shape \(3,\), but the layout has 4 tokens"):
+        packed_inputs(rows["token_ids_T"], Shard(PackedLayout((0, 4))), supervised_T=rows["supervised_T"])
+
+
+# Registration
+
+
+def test_importing_registers_nothing_and_registering_twice_is_one(monkeypatch):
+    for interface in (AttentionInterface, AttentionMaskInterface):
+        monkeypatch.setattr(interface, "_global_mapping", dict(interface._global_mapping))
+        interface._global_mapping.pop("hf_codraft", None)
+    spec = importlib.util.spec_from_file_location("attention_again", attention.__file__)
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    assert "hf_codraft" not in AttentionInterface() and "hf_codraft" not in AttentionMaskInterface()
+    assert register_attention() == register_attention() == "hf_codraft"
+    assert AttentionInterface()["hf_codraft"] is attention.sharded_attention
+    assert AttentionMaskInterface()["hf_codraft"] is attention.refuse_masks
+
+
+def test_positions_of_a_zigzag_make_no_mask():
+    config = ours(build(Case("mistral", config={"sliding_window": 7})), Case()).config
+    layout = zigzag_plan((0, 9), 2)
+    positions = layout.position_ids_T[layout.index(0)][None]
+    assert (positions.diff() != 1).any()
+    for create in (create_causal_mask, create_sliding_window_causal_mask):
+        hidden = torch.zeros(1, positions.shape[1], 64)
+        assert create(config, hidden, None, past_key_values=None, position_ids=positions) is None
+
+
+# Refusals
+
+
+def alone(num_tokens: int = 6) -> Shard:
+    return Shard(PackedLayout((0, num_tokens)))
+
+
+def call(model, num_tokens: int = 6, **changes):
+    """Runs a model on one segment, with some arguments changed."""
+    return model(**(packed_inputs(torch.arange(3, 3 + num_tokens), alone(num_tokens)) | changes))
+
+
+@pytest.fixture(scope="module")
+def llama():
+    return ours(build(Case()), Case())
+
+
+REFUSED_CALLS = {
+    "no shard": ({"shard": None}, "LlamaAttention got no shard: .* see packed_inputs"),
+    "padding": ({"attention_mask": torch.ones(1, 6)}, r"attention_mask of shape \(1, 6\) can't be used"),
+    "mask of four axes": ({"attention_mask": torch.zeros(1, 1, 6, 6)}, "attention_mask given to LlamaAttention"),
+    "two rows": (
+        {name: torch.zeros(2, 6, dtype=torch.long) for name in ("input_ids", "position_ids")} | {"labels": None},
+        r"batch size \(2\) must be 1",
+    ),
+    "another number of tokens": ({"shard": alone(7)}, "has 6 tokens, but rank 0 of the shard holds 7"),
+    "other positions": ({"position_ids": torch.arange(1, 7)[None]}, "position_ids are not those of the shard's"),
+    "attention weights": ({"output_attentions": True}, "output_attentions must be False"),
+    "a bias": ({"position_bias": torch.zeros(1, 4, 6, 6)}, "position_bias of LlamaAttention"),
+    "an unknown route": ({"route": "post"}, "route must be one of"),
+    "no causality": ({"is_causal": False}, "llama asks for a mask beyond causal"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_CALLS)
+def test_calls_that_it_cannot_serve_are_refused(llama, name):
+    call(llama)
+    changes, message = REFUSED_CALLS[name]
+    with pytest.raises(ValueError, match=message):
+        call(llama, **changes)
+
+
+def test_positions_left_out_are_refused_unless_they_are_the_default(llama):
+    call(llama, position_ids=None)
+    with pytest.raises(ValueError, match="position_ids are not those of the shard's"):
+        call(llama, shard=Shard(PackedLayout((0, 2, 6))), position_ids=None)
+
+
+def test_a_filled_cache_is_refused(llama):
+    cache = DynamicCache(config=llama.config)
+    for layer in range(2):
+        cache.update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16), layer)
+    with pytest.raises(ValueError, match="9 keys came with 6 queries: past_key_values must be empty"):
+        call(llama, past_key_values=cache)
+
+
+def test_dropout_is_refused_in_training_alone():
+    model = ours(build(Case(config={"attention_dropout": 0.1})), Case())
+    with pytest.raises(ValueError, match=r"dropout \(0.1\) of LlamaAttention must be 0"):
+        call(model)
+    call(model.eval())
+
+
+def test_a_layer_that_loses_the_shard_says_so(llama, monkeypatch):
+    layer = llama.model.layers[1].self_attn
+    forward = layer.forward
+    monkeypatch.setattr(layer, "forward", lambda *args, shard, **kwargs: forward(*args, **kwargs))
+    with pytest.raises(ValueError, match="this model's layers do not pass keyword arguments on"):
+        call(llama)
+
+
+def test_attention_that_is_not_causal_is_refused(llama, monkeypatch):
+    monkeypatch.setattr(llama.model.layers[1].self_attn, "is_causal", False)
+    with pytest.raises(ValueError, match="LlamaAttention is not causal"):
+        call(llama)
+
+
+def test_a_mask_function_of_a_model_is_refused(llama):
+    with pytest.raises(ValueError, match="llama asks for a mask beyond causal"):
+        create_causal_mask(
+            llama.config, torch.zeros(1, 6, 64), None, None, or_mask_function=lambda batch, head, query, key: query < 2
+        )
+
+
+def test_the_routers_loss_is_refused_on_several_ranks():
+    case = Case("qwen3_moe")
+    model, layout = ours(build(case), case), case.layout(2)
+    call(model, output_router_logits=True)
+
+    def run(transport) -> None:
+        model(**packed_inputs(case.token_ids(), Shard(layout, transport.rank, transport)), output_router_logits=True)
+
+    with pytest.raises(ValueError, match="output_router_logits must be False on 2 context-parallel ranks"):
+        run_local_ranks(run, 2)
+
+
+SMALL = dict(
+    vocab_size=VOCAB, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=16, max_position_embeddings=64, pad_token_id=0, bos_token_id=2, eos_token_id=1,
+)  # fmt: skip
+REFUSED_MODELS = {
+    "sinks": (
+        GptOssForCausalLM,
+        GptOssConfig,
+        {"num_local_experts": 2, "num_experts_per_tok": 1},
+        "s_aux of GptOssAttention",
+    ),
+    "soft-capped scores": (Gemma2ForCausalLM, Gemma2Config, {}, "softcap of Gemma2Attention"),
+    "chunks": (
+        Llama4ForCausalLM,
+        Llama4TextConfig,
+        {"num_local_experts": 2, "intermediate_size_mlp": 64},
+        r"layer_types of llama4_text has \['chunked_attention'\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_MODELS)
+def test_models_whose_attention_is_another_are_refused(name):
+    model_class, config_class, extra, message = REFUSED_MODELS[name]
+    model = model_class(config_class(**SMALL, **extra)).train()
+    model.set_attn_implementation(register_attention())
+    with pytest.raises(ValueError, match=message):
+        call(model)
+
+
+@pytest.mark.parametrize("use_sliding_window", [False, True])
+def test_a_window_that_a_layer_leaves_to_the_mask_is_kept(use_sliding_window):
+    """Qwen2-MoE does not tell the attention function of its window, and writes 0 for none."""
+    experts = dict(num_experts=2, num_experts_per_tok=1, moe_intermediate_size=32, shared_expert_intermediate_size=32)
+    window = dict(use_sliding_window=use_sliding_window, sliding_window=3, max_window_layers=2)
+    torch.manual_seed(0)
+    model = Qwen2MoeForCausalLM(Qwen2MoeConfig(**SMALL, **experts, **window, attn_implementation="eager"))
+    with torch.no_grad():
+        expected = model(input_ids=torch.arange(3, 12)[None]).logits
+        sharded = copy.deepcopy(model)
+        sharded.set_attn_implementation(register_attention())
+        torch.testing.assert_close(call(sharded, 9).logits, expected)
+        if use_sliding_window:  # and it matters
+            model.config.layer_types = ["full_attention"] * 2
+            for layer in model.model.layers:
+                layer.attention_type = "full_attention"
+            assert not torch.allclose(model(input_ids=torch.arange(3, 12)[None]).logits, expected)
