@@ -164,7 +164,8 @@ def assert_exact(case: TrunkCase, got: Sequence[torch.Tensor]) -> None:
     """fp64 within 1e-12, fp32 within 1e-5 of the norm, bf16 within 1.5 times the error of one rank.
 
     The norm is the largest of any output's, or of any gradient's: where a query sees one key alone its gradient is zero
-    but for rounding, and that says nothing about its own size.
+    but for rounding, and that says nothing about its own size. An error below bf16's own rounding (2^-9 of the norm) is
+    none: in a row of two tokens one rank may be lucky.
     """
     wanted = truth(case)
     num = case.num_passes
@@ -178,5 +179,6 @@ def assert_exact(case: TrunkCase, got: Sequence[torch.Tensor]) -> None:
         elif case.dtype == torch.float32:
             assert error <= 1e-5 * norm, (case, number, error, norm)
         else:
-            assert error <= 1.5 * (one_rank.double() - want).norm().item(), (case, number, error, norm)
+            error_alone = (one_rank.double() - want).norm().item()
+            assert error <= max(1.5 * error_alone, 2**-9 * norm), (case, number, error, error_alone, norm)
         assert norm > 0 or not ours.any(), (case, number)

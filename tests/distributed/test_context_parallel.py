@@ -104,7 +104,7 @@ def replica_truth() -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
 def test_gloo_ranks_equal_transformers_on_the_separate_rows(run_ranks, world):
-    by_rank = run_ranks(all_cases, world)
+    by_rank = run_ranks(all_cases, world, timeout_s=300.0)
     for number, case in enumerate(CASES):
         assert_equal(join(case.layout(world), [plain[number] for plain, *_ in by_rank]), truth(case, build(case)))
     reference, layout = truth(WRAPPED, build(WRAPPED)), WRAPPED.layout(world)

@@ -270,13 +270,13 @@ def check_refusals(rank):
         make(placement=("spread", "last_inside")[rank])
     with pytest.raises(ValueError, match="sink_of_microbatch differs between pipeline ranks"):
         make(sinks=((0, 1, 0, 1), (0, 1, 1, 1))[rank])
-    with pytest.raises(ValueError, match="sink_of_microbatch .* must name one of the ranks"):
+    with pytest.raises(ValueError, match=r"sink_of_microbatch .* must name one of the ranks"):
         make(sinks=(0, 1, 0))
-    with pytest.raises(ValueError, match="placement \\('first'\\) must be one of last_inside, last_deferred, spread"):
+    with pytest.raises(ValueError, match=r"placement \('first'\) must be one of last_inside, last_deferred, spread"):
         make(placement="first")
     with pytest.raises(ValueError, match="transport='relay' needs stages"):
         make(transport="relay")
-    with pytest.raises(ValueError, match="tap_id \\(6\\) must lie in 0..5"):
+    with pytest.raises(ValueError, match=r"tap_id \(6\) must lie in 0..5"):
         pipeline = make_pipeline(model, Setting())
         PipelineDraft(pipeline, make_learner(model, Setting()), tap_ids=(0, 6))
     for taps, found in (
@@ -290,7 +290,7 @@ def check_refusals(rank):
     # A batch that one rank can't take is refused on all, and is not the end.
     draft, rows = make(), families.batch(8, 12)
     for wrong in (families.batch(8, (12, 9)[rank]), families.batch((8, 3)[rank], 12)):
-        with pytest.raises((ValueError, RuntimeError), match="must run the same step|refused its batch|can't share"):
+        with pytest.raises((ValueError, RuntimeError), match=r"must run the same step|refused its batch|can't share"):
             draft.train_step(wrong, next_token_loss)
     draft.train_step(rows, next_token_loss)
     draft.close()
@@ -495,7 +495,6 @@ def test_a_killed_rank_ends_the_others_within_seconds_and_leaves_nothing(tmp_pat
     stopped_at_s = float((tmp_path / "stopped").read_text())
     assert outcomes[1].error == "died"
     for rank in (0, 2):
-        print(outcomes[rank])
         assert outcomes[rank].error and outcomes[rank].ended_at_s - stopped_at_s < 10.0, outcomes[rank]
     assert shared_files() <= before
 
@@ -506,7 +505,6 @@ def test_a_frozen_rank_is_named_by_the_timeout_of_the_tap_that_waits_for_it(tmp_
     outcomes = outcomes_of(stops_in_step, 3, 2, signal.SIGSTOP, "last_inside", 1, tmp_path, absent=(2,))
     stopped_at_s = float((tmp_path / "stopped").read_text())
     for rank in (0, 1):
-        print(outcomes[rank])
         assert outcomes[rank].error in ("TapTimeout", "TapPeerLost", "RuntimeError"), outcomes[rank]
         assert outcomes[rank].ended_at_s - stopped_at_s < 10.0
     texts = [outcomes[rank].text for rank in (0, 1) if outcomes[rank].error == "TapTimeout"]

@@ -1,9 +1,11 @@
 """Tap channels between processes: the same tensors over every CPU transport, and a named end for every fault."""
 
+import mmap
 import os
 import re
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -147,7 +149,7 @@ def test_a_full_ring_ends_in_a_timeout_that_names_who_waits_for_whom(pair, trans
     for part in (
         f"rank 0, step 5: publish({stuck_at}, tap 1)",
         "waits for rank 1 to release",
-        "waited 1 s",
+        "waited 1.5 s",
         "2 slot(s)",
     ):
         assert part in outcome.text
@@ -440,3 +442,88 @@ def test_the_choice_names_its_reason_and_a_forced_transport_that_cannot_work_is_
         "transport='relay' can't work: activations only flow to the last stage (rank 1), and the sinks are [0]. "
         "Use transport='auto'.",
     ]
+
+
+# Rings between devices, on devices that are played: memory that both processes map, streams that are always done
+
+
+class PlayedDevice:
+    """A `DeviceLayer` whose device is the host. Nothing of it was run on a GPU."""
+
+    def __init__(self, *, shares_memory: bool = True):
+        self.shares_memory = shares_memory
+        self.files: dict[int, tuple[int, int]] = {}
+
+    def allocate(self, num_bytes):
+        descriptor = os.memfd_create("played")
+        os.ftruncate(descriptor, num_bytes)
+        memory = torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
+        self.files[memory.data_ptr()] = (descriptor, num_bytes)
+        return memory
+
+    def export_memory(self, memory):
+        if not self.shares_memory:
+            raise RuntimeError("the allocator's segments can't be exported")
+        return os.getpid(), *self.files[memory.data_ptr()]
+
+    def open_memory(self, handle):
+        pid, descriptor, num_bytes = handle
+        opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
+        return torch.frombuffer(mmap.mmap(opened, num_bytes), dtype=torch.uint8)
+
+    def new_event(self, *, is_shared=False):
+        return "event"
+
+    def export_event(self, event):
+        return event
+
+    def open_event(self, handle):
+        return handle
+
+    def record(self, event, *, stream):
+        assert event == "event"
+
+    wait = record
+
+    def copy(self, target, source):
+        target.copy_(source)
+
+    def connect_pair(self, store, pair_rank, *, timeout_s):
+        return dist.ProcessGroupGloo(store, pair_rank, 2, timedelta(seconds=timeout_s))
+
+    def send(self, tensor, *, pair, to_rank):
+        pair.send([tensor], to_rank, 0).wait()
+
+    def receive(self, tensor, *, pair, from_rank):
+        pair.recv([tensor], from_rank, 0).wait()
+
+    def finish(self):
+        pass
+
+    def disconnect(self, pair):
+        pair.abort()
+
+
+def plays_devices(rank: int) -> list[tuple[str, int]]:
+    dist.is_nccl_available = lambda: True
+    found = []
+    for shares_memory in (True, rank != 1):  # then one rank's memory can't be shared
+        for sinks in ([2], [0], [0, 1, 2]):
+            device = PlayedDevice(shares_memory=shares_memory)
+            with open_channel(chain_routes(3), sinks, num_slots=3, device_layer=device, check_crc=True) as channel:
+                compared = [run_step(channel, step, count, (4, 4)) for step, count in enumerate((4, 7))]
+                found.append((channel.describe(), sum(compared)))
+    return found
+
+
+def test_the_rings_between_devices_are_wired_alike_on_all_ranks_and_a_failed_probe_chooses_another():
+    ranks = values_of(plays_devices, 3)
+    texts = [text for text, _ in ranks[0]]
+    assert all([text for text, _ in rank] == texts for rank in ranks)
+    assert all(" by cuda_ipc (the taps lie on GPUs of one host; not run on a GPU)" in text for text in texts[:3])
+    why = (
+        "not cuda_ipc: this device's memory can't be shared (expandable segments?): the allocator's segments can't be "
+        "exported; not run on a GPU"
+    )
+    assert all(" by nccl (" in text and why in text for text in texts[3:])
+    assert [sum(rank[i][1] for rank in ranks) for i in range(6)] == 6 * [33]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tap_ranks import open_channel, outcomes_of_cases
 
-from hf_codraft.taps.channel import TapRoute
+from hf_codraft.taps.channel import TapChannel, TapRoute
 from hf_codraft.taps.transports.shm import ShmRing, ShmTransport
 
 NUM_TAPS = 2
@@ -88,20 +88,29 @@ class WrongBytes(ShmRing):
 
 
 MUTANTS = {
-    SequenceFirst: {"TapProtocolError"},
-    HeaderFirst: {"TapProtocolError"},
-    EarlyRelease: {"TapProtocolError"},
-    NoBackPressure: {"TapProtocolError"},
-    LostTap: {"TapTimeout"},
-    Renumbered: {"TapProtocolError"},
-    SentTwice: {"TapProtocolError"},
-    WrongBytes: {"TapProtocolError"},
+    SequenceFirst: ("TapProtocolError",),
+    HeaderFirst: ("TapProtocolError",),
+    EarlyRelease: ("TapProtocolError",),
+    NoBackPressure: ("TapProtocolError",),
+    LostTap: ("TapTimeout",),
+    Renumbered: ("TapProtocolError",),
+    # The second one takes the slot of another message: it is read in its place, or the ring stands still.
+    SentTwice: ("TapProtocolError", "TapTimeout"),
+    WrongBytes: ("TapProtocolError",),
 }
 
 
 def content(step: int, microbatch: int, tap_id: int) -> torch.Tensor:
     size = 1 + (7 * step + 3 * microbatch) % 64
     return torch.arange(size, dtype=torch.float32) + 1000 * tap_id + 17 * microbatch + step
+
+
+def release(channel: TapChannel, microbatch: int, taps: dict[int, torch.Tensor], *, step: int, compares: bool) -> int:
+    """Looks at the values of a sound ring; a broken one must be caught by the channel's own checks."""
+    for tap_id, tensor in taps.items():
+        assert not compares or torch.equal(tensor, content(step, microbatch, tap_id))
+    channel.release(microbatch)
+    return len(taps)
 
 
 def stress(rank: int, ring_class: type[ShmRing], num_slots: int, num_steps: int, num_microbatches: int) -> int:
@@ -124,12 +133,9 @@ def stress(rank: int, ring_class: type[ShmRing], num_slots: int, num_steps: int,
                 held.append((microbatch, channel.collect(microbatch)))
                 while held and (len(held) == num_slots or random.random() < 0.5):
                     oldest, taps = held.pop(0)
-                    for tap_id, tensor in taps.items():
-                        assert torch.equal(tensor, content(step, oldest, tap_id))
-                        compared += 1
-                    channel.release(oldest)
-            for oldest, _ in held:
-                channel.release(oldest)
+                    compared += release(channel, oldest, taps, step=step, compares=ring_class is ShmRing)
+            for oldest, taps in held:
+                compared += release(channel, oldest, taps, step=step, compares=ring_class is ShmRing)
             channel.end_step()
     return compared
 
@@ -137,11 +143,9 @@ def stress(rank: int, ring_class: type[ShmRing], num_slots: int, num_steps: int,
 @pytest.mark.slow
 def test_tens_of_thousands_of_taps_arrive_in_order_and_whole_with_1_2_and_many_slots():
     cases = {num_slots: (stress, (ShmRing, num_slots, 40, 100)) for num_slots in (1, 2, 13)}
-    for num_slots, outcomes in outcomes_of_cases(cases, 2, timeout_s=200.0).items():
+    for outcomes in outcomes_of_cases(cases, 2, timeout_s=200.0).values():
         assert not outcomes[0].error and not outcomes[1].error, outcomes
-        if num_slots == 1:
-            assert outcomes[1].value == 40 * 100 * NUM_TAPS
-        assert outcomes[1].value > 5000  # the rest was released without a look
+        assert outcomes[1].value == 40 * 100 * NUM_TAPS
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ an empty parcel is not sent at all.
 """
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -53,7 +54,8 @@ def _unpack(parcel: torch.Tensor, specs: Sequence[Spec]) -> list[torch.Tensor]:
     for spec in specs:
         part = parcel[start : start + spec.num_bytes]
         start += spec.num_bytes
-        is_aligned = part.data_ptr() % spec.dtype.itemsize == 0
+        # an empty part has no address, but an offset that a view refuses all the same
+        is_aligned = (part.data_ptr() | part.storage_offset()) % spec.dtype.itemsize == 0
         tensors.append((part if is_aligned else part.clone()).view(spec.dtype).view(spec.shape))
     return tensors
 
@@ -148,7 +150,7 @@ class GroupTransport:
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
         self.traffic = Traffic()
-        self._leaving: list[tuple[Any, Sequence[torch.Tensor]]] = []
+        self._leaving: deque[tuple[Sequence[Any], Sequence[torch.Tensor]]] = deque()
 
     def exchange(
         self,
@@ -186,9 +188,12 @@ class GroupTransport:
                 continue
             own = [receiving.pop(0)] if is_split else list(works)
             deliveries.append(_GroupDelivery(own, parcel, specs, self.rank, peer, layout_id, what))
-        # parcels stay alive until they have left
-        self._leaving = [pair for pair in self._leaving if not pair[0].is_completed()]
-        self._leaving += [(work, sent) for work in sending]
+        # Parcels stay alive until they have left: gloo's sends are known to have only once they were waited for. Two
+        # exchanges later the peer has posted its side, unless it is stuck itself.
+        self._leaving.append((sending, sent))
+        if len(self._leaving) > 2:
+            for work in self._leaving.popleft()[0]:
+                work.wait()
         return deliveries
 
 

@@ -258,9 +258,12 @@ class ScheduleRunner:
         expected = (self._shape.num_rows, self._shape.length, self._shape.hidden_size)
         if stage == self._num_stages - 1 or (output.dtype == self._shape.dtype and output.shape == expected):
             return
+        advice = (
+            "" if output.dtype == self._shape.dtype else f" Pass activation_dtype={output.dtype} if that is meant."
+        )
         raise ValueError(
-            f"stage {stage} returned {tuple(output.shape)} of {output.dtype}; the next stage expects {expected} "
-            f"of {self._shape.dtype}. Pass activation_dtype={output.dtype} if the dtype is meant."
+            f"stage {stage} returned {tuple(output.shape)} of {output.dtype}; the next stage expects {expected} of "
+            f"{self._shape.dtype}.{advice}"
         )
 
     def _set_shape(self, shape: StepShape) -> None:
