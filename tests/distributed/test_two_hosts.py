@@ -66,6 +66,8 @@ def hosts(request):
         wire = join_by_slow_wire(names, request.param) if request.param else join_directly(names)
         for name, address in zip(names, ADDRESSES):
             command(*f"ip -n {name} addr add {address}/24 dev card".split())
+            # gloo would take the card's own IPv6 address, which reaches nobody without naming the card
+            command(*f"ip -n {name} link set card addrgenmode none".split())
             command(*f"ip -n {name} link set card up".split())
             command(*f"ip -n {name} link set lo up".split())
         yield Hosts(names, request.param)

@@ -5,6 +5,7 @@ two ranks whose layouts differ get an error and not each other's tokens. Both si
 an empty parcel is not sent at all.
 """
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -37,7 +38,7 @@ class Spec:
 
     @property
     def num_bytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def _pack(tensors: Sequence[torch.Tensor], layout_id: int) -> torch.Tensor | None:
@@ -55,7 +56,9 @@ def _unpack(parcel: torch.Tensor, specs: Sequence[Spec]) -> list[torch.Tensor]:
         part = parcel[start : start + spec.num_bytes]
         start += spec.num_bytes
         # an empty part has no address, but an offset that a view refuses all the same
-        is_aligned = (part.data_ptr() | part.storage_offset()) % spec.dtype.itemsize == 0
+        is_aligned = (
+            part.data_ptr() % spec.dtype.itemsize == 0 and int(part.storage_offset()) % spec.dtype.itemsize == 0
+        )
         tensors.append((part if is_aligned else part.clone()).view(spec.dtype).view(spec.shape))
     return tensors
 

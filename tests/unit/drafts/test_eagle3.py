@@ -618,3 +618,17 @@ def test_softmax_over_a_reduced_vocabulary_is_the_engines():
     wide = torch.full((4, VOCAB), -torch.inf, dtype=torch.float64)
     wide[:, torch.arange(20) + draft.d2t] = logits
     torch.testing.assert_close(F.softmax(wide, -1)[:, draft.kept_ids], F.softmax(logits, -1), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("loss_type", ["kl", "ce"])
+@pytest.mark.parametrize("draft_vocab_size", [VOCAB, 20], ids=["full vocabulary", "reduced"])
+@pytest.mark.parametrize("chunk_size", [1, 5])
+def test_tiles_give_the_loss_and_gradients_of_the_whole_row(chunk_size, draft_vocab_size, loss_type):
+    draft, policy, batch = tiny_draft(draft_vocab_size=draft_vocab_size), tiny_weights(), tiny_batch(ROWS["mixed"])
+    weights = list(draft.parameters())
+    results = []
+    for size in (None, chunk_size):
+        loss = draft.compute_loss(batch, policy, num_passes=3, loss_type=loss_type, chunk_size=size)
+        results.append([loss.loss_sum_K, loss.accept_sum_K, *torch.autograd.grad(loss.loss, weights)])
+    for tiled, whole in zip(*reversed(results), strict=True):
+        torch.testing.assert_close(tiled, whole, rtol=1e-11, atol=1e-12)

@@ -1,0 +1,93 @@
+"""The pipeline benchmark: its judgement on made-up figures, and that a quick run works."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "pipeline.py"
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    spec = importlib.util.spec_from_file_location("pipeline_benchmark", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+def test_bootstrap_interval_holds_the_median_and_narrows_with_more_values(benchmark):
+    values = [1.0 + 0.01 * (i % 7) for i in range(14)]
+    few, many = benchmark.bootstrap(values), benchmark.bootstrap(values * 20)
+    assert few.median == pytest.approx(1.03) and few.low <= few.median <= few.high
+    assert many.high - many.low < few.high - few.low
+    assert benchmark.bootstrap([2.0] * 5) == benchmark.Interval(2.0, 2.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    "found, is_met",
+    [
+        ((1.005, 1.004, 1.006), True),  # inside the control's interval
+        ((1.03, 1.01, 1.05), True),  # reaches 1 when widened by 0.02
+        ((1.05, 1.03, 1.07), False),
+        ((0.95, 0.93, 0.97), False),
+    ],
+)
+def test_noise_is_what_the_control_shows(benchmark, found, is_met):
+    control = benchmark.Interval(1.0, 0.99, 1.01)
+    assert benchmark.is_within_noise(benchmark.Interval(*found), control) == is_met
+
+
+def made_up_rows(benchmark, *, taps=1.0, balanced=1.08, simulated=1.0):
+    ratios = dict.fromkeys(benchmark.VARIANTS, 1.0) | {
+        "taps, shm": taps, "taps, gloo": 1.0, "last_inside": 1.3, "last_deferred": 1.2, "spread": 1.09,
+        "spread_balanced": balanced,
+    }  # fmt: skip
+    return [
+        {
+            "num_ranks": 4,
+            "variant": variant,
+            "step_s": ratio,
+            "ratio": {"median": ratio, "low": ratio - 0.01, "high": ratio + 0.01},
+            "simulated_s": simulated * ratio,
+        }
+        for variant, ratio in ratios.items()
+    ]
+
+
+def test_each_aim_is_missed_by_its_own_figure(benchmark):
+    assert [aim["is_met"] for aim in benchmark.check_aims(made_up_rows(benchmark))] == [True] * 4
+    missed = [{"taps": 1.1}, {"balanced": 1.11}, {"simulated": 1.2}]
+    for position, changes in zip((0, 2, 3), missed):
+        verdicts = [aim["is_met"] for aim in benchmark.check_aims(made_up_rows(benchmark, **changes))]
+        assert verdicts == [i != position for i in range(4)]
+
+
+@pytest.mark.slow
+def test_a_quick_run_reports_every_variant(benchmark, tmp_path):
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [
+        sys.executable,
+        str(SCRIPT),
+        "--quick",
+        "--json",
+        str(tmp_path / "r.json"),
+        "--tables",
+        str(tmp_path / "t.md"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = json.loads((tmp_path / "r.json").read_text())["rows"]
+    assert [row["variant"] for row in rows] == 2 * list(benchmark.VARIANTS)
+    sent = {(row["num_ranks"], row["variant"]): row["bytes_published"] for row in rows}
+    # 8 microbatches of 32 tokens, 32 wide, in fp32; of two ranks the first owns taps 0 and 2
+    assert sent[2, "taps, shm"] == sent[2, "taps, gloo"] == 2 * 8 * 32 * 32 * 4
+    assert sent[2, "no taps"] == 0
+    table = (tmp_path / "t.md").read_text()
+    assert "Simulated, not measured" in table and "| 1F1B | 16 | 40% |" in table
