@@ -44,6 +44,11 @@ def test_noise_is_what_the_control_shows(benchmark, found, is_met):
     assert benchmark.is_within_noise(benchmark.Interval(*found), control) == is_met
 
 
+def test_fit_finds_where_a_rising_function_reaches_a_value(benchmark):
+    assert benchmark.fit(lambda x: 3.0 + 2.0 * x, 3.1) == pytest.approx(0.05, abs=1e-9)
+    assert benchmark.fit(lambda x: 3.0 + 2.0 * x, 2.0) < 1e-9
+
+
 def made_up_rows(benchmark, *, taps=1.0, balanced=1.08, simulated=1.0):
     ratios = dict.fromkeys(benchmark.VARIANTS, 1.0) | {
         "taps, shm": taps, "taps, gloo": 1.0, "last_inside": 1.3, "last_deferred": 1.2, "spread": 1.09,

@@ -137,9 +137,8 @@ class PipelineDraft:
     def _set_groups(self, data_group: dist.ProcessGroup | None) -> None:
         if self.learner is None:
             return
-        groups = [] if data_group is None else [data_group]
-        if self.placement == "spread":
-            groups = [self.pipeline.group, *groups]
+        over = (self.pipeline.group if self.placement == "spread" else None, data_group)
+        groups = [group for group in over if group is not None]
         self.learner.groups = groups
         for group in groups:
             for tensor in self.learner.draft.state_dict().values():
