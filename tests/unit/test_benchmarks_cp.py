@@ -37,3 +37,18 @@ def test_tables_in_docs_are_what_the_script_writes(tmp_path):
     run("--tables", str(tmp_path / "tables.md"))
     docs = BENCHMARK.parents[1] / "docs" / "context_parallel.md"
     assert (tmp_path / "tables.md").read_text() == docs.read_text()
+
+
+def test_the_gpu_benchmark_runs_its_steps_on_a_cpu(tmp_path):
+    script = BENCHMARK.with_name("gpu_context_parallel.py")
+    command = [sys.executable, str(script), "--quick", "--json", str(tmp_path / "report.json")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    report = json.loads((tmp_path / "report.json").read_text())
+    by_scheme = {(row["num_tokens"], row["scheme"]): row for row in report["rows"]}
+    assert len(by_scheme) == 12 and not report["left_out"]
+    for num_tokens in (96, 160):
+        sent = {scheme: by_scheme[num_tokens, scheme]["sent_bytes"] for _, scheme in by_scheme}
+        assert sent["one rank"] == 0
+        assert sent["kept"] == sent["tiled"] < sent["ring"] / 2  # two passes
+        assert sent["block queries"] > 0 and sent["block keys"] > 0
