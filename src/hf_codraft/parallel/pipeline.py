@@ -265,7 +265,7 @@ class PolicyPipeline:
         return microbatches, inputs
 
     @contextmanager
-    def _step(self, batch: Mapping[str, torch.Tensor], is_training: bool) -> Iterator[None]:
+    def open_step(self, batch: Mapping[str, torch.Tensor], is_training: bool) -> Iterator[None]:
         """A step that all ranks agree on; after one that failed there is no other, since its transfers may be under way."""
         if self._failure is not None:
             raise RuntimeError(
@@ -379,7 +379,7 @@ class PolicyPipeline:
             def observe(stage: int, microbatch: Microbatch, output: torch.Tensor) -> None:
                 after_forward(CurrentForward(stage, microbatch.index, microbatch.num_rows), output)
 
-        with self._step(batch, is_training=True):
+        with self.open_step(batch, is_training=True):
             tied, _ = self._tied()
             earlier = None
             if tied is not None:  # the copies' sum must not count what earlier steps have summed already
@@ -424,7 +424,7 @@ class PolicyPipeline:
                     )
             parts.append(made)
 
-        with self._step(batch, is_training=False):
+        with self.open_step(batch, is_training=False):
             self._run(batch, None, observe)
             return self._share_rows(parts)
 

@@ -246,7 +246,7 @@ class PipelineDraft:
             `torch.Tensor` of shape `(num_microbatches,)`: the policy's losses.
         """
         # All ranks agree on the batch before the first collective of the draft's own: each opens a channel, or none does.
-        with self.pipeline._step(batch, is_training=True):
+        with self.pipeline.open_step(batch, is_training=True):
             microbatches = self.pipeline.microbatches(batch)
             channel = self._open_channel(microbatches[0].rows["input_ids"].numel() * self.pipeline.hidden_size)
             if self._is_stale:
