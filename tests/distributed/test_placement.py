@@ -507,7 +507,7 @@ def test_a_frozen_rank_is_named_by_the_timeout_of_the_tap_that_waits_for_it(tmp_
     for rank in (0, 1):
         assert outcomes[rank].error in ("TapTimeout", "TapPeerLost", "RuntimeError"), outcomes[rank]
         # the tap's 4 s, and what the process that timed out takes to end
-        assert outcomes[rank].ended_at_s - stopped_at_s < 30.0
+        assert outcomes[rank].ended_at_s - stopped_at_s < 90.0  # on a busy machine too
     texts = [outcomes[rank].text for rank in (0, 1) if outcomes[rank].error == "TapTimeout"]
     assert any("waits for rank 2 to release room: waited" in text for text in texts), outcomes
     assert shared_files() <= before
