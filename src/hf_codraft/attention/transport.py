@@ -7,6 +7,7 @@ an empty parcel is not sent at all.
 
 import math
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -102,12 +103,8 @@ class Transport(Protocol):
 class _Nothing:
     specs: tuple[Spec, ...]
     device: torch.device
-    sending: Sequence[Any] = ()
-    sent: Sequence[torch.Tensor] = ()
 
     def wait(self) -> list[torch.Tensor]:
-        for work in self.sending:
-            work.wait()
         return [torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in self.specs]
 
 
@@ -125,10 +122,6 @@ def _check_header(parcel: torch.Tensor, *, layout_id: int, rank: int, peer: int,
 class _GroupDelivery:
     works: Sequence[Any]
     parcel: torch.Tensor
-    sending: Sequence[
-        Any
-    ]  # of the same exchange: a rank that has what it waited for may end, and what it sent with it
-    sent: Sequence[torch.Tensor]  # stays alive until it has left
     specs: Sequence[Spec]
     rank: int
     peer: int
@@ -137,7 +130,7 @@ class _GroupDelivery:
 
     def wait(self) -> list[torch.Tensor]:
         try:
-            for work in (*self.works, *self.sending):
+            for work in self.works:
                 work.wait()
         except RuntimeError as error:
             raise RuntimeError(
@@ -160,6 +153,7 @@ class GroupTransport:
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
         self.traffic = Traffic()
+        self._leaving: deque[tuple[Sequence[Any], Sequence[torch.Tensor]]] = deque()
 
     def exchange(
         self,
@@ -193,10 +187,16 @@ class GroupTransport:
         deliveries: list[Delivery] = []
         for (peer, specs), parcel in zip(receives, parcels):
             if parcel is None:
-                deliveries.append(_Nothing(tuple(specs), device, sending, sent))
+                deliveries.append(_Nothing(tuple(specs), device))
                 continue
             own = [receiving.pop(0)] if is_split else list(works)
-            deliveries.append(_GroupDelivery(own, parcel, sending, sent, specs, self.rank, peer, layout_id, what))
+            deliveries.append(_GroupDelivery(own, parcel, specs, self.rank, peer, layout_id, what))
+        # Parcels stay alive until they have left: gloo's sends are known to have only once they were waited for. Two
+        # exchanges later the peer has posted its side, unless it is stuck itself.
+        self._leaving.append((sending, sent))
+        if len(self._leaving) > 2:
+            for work in self._leaving.popleft()[0]:
+                work.wait()
         return deliveries
 
 
