@@ -7,7 +7,6 @@ an empty parcel is not sent at all.
 
 import math
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -99,12 +98,28 @@ class Transport(Protocol):
         ...
 
 
+@dataclass
+class _Sending:
+    """Parcels on their way from this rank; they must stay alive until they have left."""
+
+    works: Sequence[Any] = ()
+    parcels: Sequence[torch.Tensor] = ()
+
+    def wait(self) -> None:
+        works, self.works = self.works, ()  # a second wait on gloo's send would wait for another send
+        for work in works:
+            work.wait()
+        self.parcels = ()
+
+
 @dataclass(frozen=True)
 class _Nothing:
     specs: tuple[Spec, ...]
     device: torch.device
+    sending: _Sending = field(default_factory=_Sending)
 
     def wait(self) -> list[torch.Tensor]:
+        self.sending.wait()
         return [torch.empty(spec.shape, dtype=spec.dtype, device=self.device) for spec in self.specs]
 
 
@@ -121,6 +136,9 @@ def _check_header(parcel: torch.Tensor, *, layout_id: int, rank: int, peer: int,
 @dataclass(frozen=True)
 class _GroupDelivery:
     works: Sequence[Any]
+    sending: (
+        _Sending  # of the same exchange: a rank that has all it waited for may end, and must not take this with it
+    )
     parcel: torch.Tensor
     specs: Sequence[Spec]
     rank: int
@@ -132,6 +150,7 @@ class _GroupDelivery:
         try:
             for work in self.works:
                 work.wait()
+            self.sending.wait()
         except RuntimeError as error:
             raise RuntimeError(
                 f"context-parallel rank {self.rank} waited for {self.what} from rank {self.peer}: {error}. Did that rank "
@@ -153,7 +172,6 @@ class GroupTransport:
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
         self.traffic = Traffic()
-        self._leaving: deque[tuple[Sequence[Any], Sequence[torch.Tensor]]] = deque()
 
     def exchange(
         self,
@@ -184,19 +202,14 @@ class GroupTransport:
         # NCCL answers a batch with one work, gloo with one a message
         is_split = len(works) == len(operations)
         sending, receiving = (works[:num_sends], works[num_sends:]) if is_split else (works, [])
+        leaving = _Sending(sending, sent)
         deliveries: list[Delivery] = []
         for (peer, specs), parcel in zip(receives, parcels):
             if parcel is None:
-                deliveries.append(_Nothing(tuple(specs), device))
+                deliveries.append(_Nothing(tuple(specs), device, leaving))
                 continue
             own = [receiving.pop(0)] if is_split else list(works)
-            deliveries.append(_GroupDelivery(own, parcel, specs, self.rank, peer, layout_id, what))
-        # Parcels stay alive until they have left: gloo's sends are known to have only once they were waited for. Two
-        # exchanges later the peer has posted its side, unless it is stuck itself.
-        self._leaving.append((sending, sent))
-        if len(self._leaving) > 2:
-            for work in self._leaving.popleft()[0]:
-                work.wait()
+            deliveries.append(_GroupDelivery(own, leaving, parcel, specs, self.rank, peer, layout_id, what))
         return deliveries
 
 
