@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 
-from hf_codraft.attention.blocks import Block, cut, merged_ranges, needed_keys, pieces_of
-from hf_codraft.attention.exchange import KeyExchange, PeerKeys
+from hf_codraft.attention.blocks import Block, cut, merged_ranges, needed_keys, num_in, pieces_of
+from hf_codraft.attention.exchange import KeyExchange, PeerKeys, split, take
 from hf_codraft.attention.kernels import (
     attend_blocks_,
     attend_each_,
@@ -37,9 +37,9 @@ from hf_codraft.attention.kernels import (
     differentiate_each_,
 )
 from hf_codraft.attention.layout import PackedLayout, Run
-from hf_codraft.attention.merge import empty_part, merge_, stat_dtype
+from hf_codraft.attention.merge import empty_part, merge_, stat_dtype, stat_zeros
 from hf_codraft.attention.shard import Shard
-from hf_codraft.attention.transport import HEADER_BYTES, Delivery, Spec
+from hf_codraft.attention.transport import Delivery, Sent, Spec
 
 ROUTES = ("auto", "keys", "queries")
 
@@ -172,16 +172,20 @@ class DraftBlocks:
         return needed_keys(self.between(query_rank, key_rank))
 
 
-def _num(ranges: Iterable[tuple[int, int]]) -> int:
-    return sum(end - start for start, end in ranges)
-
-
 @dataclass(frozen=True)
 class BlockTraffic:
-    """Bytes that each rank sends for one call of [`block_attention`], headers included; made by [`block_traffic`]."""
+    """What each rank sends for one call of [`block_attention`]; made by [`block_traffic`]."""
 
-    forward_bytes: tuple[int, ...]
-    backward_bytes: tuple[int, ...]
+    forward: tuple[Sent, ...]
+    backward: tuple[Sent, ...]
+
+    @property
+    def forward_bytes(self) -> tuple[int, ...]:
+        return tuple(sent.num_bytes for sent in self.forward)
+
+    @property
+    def backward_bytes(self) -> tuple[int, ...]:
+        return tuple(sent.num_bytes for sent in self.backward)
 
     @property
     def total_bytes(self) -> int:
@@ -191,7 +195,7 @@ class BlockTraffic:
 def block_traffic(
     blocks: DraftBlocks, route: str, *, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> BlockTraffic:
-    """Bytes sent, in closed form. With b bytes an element and s a statistic (4, or 8 in fp64), for every pair of ranks:
+    """What is sent, in closed form. With b bytes an element and s a statistic (4, or 8 in fp64), for every pair of ranks:
 
         keys      forward  2 K M D b           backward  2 K M D s           K keys seen
         queries   forward  R N D b             backward  R N (2 D b + s)     R rows that see some
@@ -203,22 +207,22 @@ def block_traffic(
         raise ValueError(f"route must be one of {ROUTES[1:]}, got {route!r}.")
     world = blocks.layout.world
     size, stat_size = dtype.itemsize, stat_dtype(dtype).itemsize
-    forward, backward = [0] * world, [0] * world
+    forward, backward = [Sent()] * world, [Sent()] * world
     for query_rank in range(world):
         for key_rank in range(world):
-            num_rows = _num(blocks.rows(query_rank, key_rank))
+            num_rows = num_in(blocks.rows(query_rank, key_rank))
             if query_rank == key_rank or not num_rows:
                 continue
             if route == "keys":
-                elements = 2 * _num(blocks.keys(query_rank, key_rank)) * num_kv_heads * head_dim
-                forward[key_rank] += HEADER_BYTES + elements * size
-                backward[query_rank] += HEADER_BYTES + elements * stat_size
+                elements = 2 * num_in(blocks.keys(query_rank, key_rank)) * num_kv_heads * head_dim
+                forward[key_rank] += Sent.parcel(elements * size)
+                backward[query_rank] += Sent.parcel(elements * stat_size)
             else:
                 heads = num_rows * num_heads
-                forward[query_rank] += HEADER_BYTES + heads * head_dim * size
-                forward[key_rank] += HEADER_BYTES + heads * (head_dim + 1) * stat_size
-                backward[query_rank] += HEADER_BYTES + heads * (2 * head_dim * size + stat_size)
-                backward[key_rank] += HEADER_BYTES + heads * head_dim * stat_size
+                forward[query_rank] += Sent.parcel(heads * head_dim * size)
+                forward[key_rank] += Sent.parcel(heads * (head_dim + 1) * stat_size)
+                backward[query_rank] += Sent.parcel(heads * (2 * head_dim * size + stat_size))
+                backward[key_rank] += Sent.parcel(heads * head_dim * stat_size)
     return BlockTraffic(tuple(forward), tuple(backward))
 
 
@@ -313,9 +317,7 @@ class _BlockKeys(KeyExchange):
         call, arriving = self.call, []
         for step, (source, _) in enumerate(call.steps, start=1):
             keys = PeerKeys(source, self.runs_from(source), kept[2 * step - 2], kept[2 * step - 1])
-            grad_k, grad_v = (
-                torch.zeros(x.shape, dtype=grads.k_TMD.dtype, device=x.device) for x in (keys.k_TMD, keys.v_TMD)
-            )
+            grad_k, grad_v = stat_zeros(keys.k_TMD), stat_zeros(keys.v_TMD)
             differentiate_blocks_(
                 grads.q_RND, grad_k, grad_v, joint.grad_RND, joint.q_RND, keys.k_TMD, keys.v_TMD, joint.out_RND,
                 joint.lse_RN, blocks=call.blocks.visible(call.rank, keys.runs), scale=call.scale, kernel=call.kernel,
@@ -342,15 +344,15 @@ class _BlockQueries:
         """Sends every rank the rows that see its keys; the same of the others comes, nearest first."""
         call, asked = self.call, []
         for source, target in call.steps:
-            wanted, num_rows = call.blocks.rows(call.rank, target), _num(call.blocks.rows(source, call.rank))
-            parts = [torch.cat([x[start:end] for start, end in wanted]) if wanted else x[:0] for x in tensors]
+            wanted, num_rows = call.blocks.rows(call.rank, target), num_in(call.blocks.rows(source, call.rank))
+            parts = [take(x, wanted) for x in tensors]
             specs = [Spec((num_rows, *x.shape[1:]), x.dtype) for x in tensors]
             asked.append(self._exchange(target, parts, source, specs, what))
         return asked
 
     def _answer(self, source: int, target: int, tensors: Sequence[torch.Tensor], what: str) -> Delivery:
         """Returns to `source` what was found for its rows; `target` does the same for this rank's."""
-        num_rows = _num(self.call.blocks.rows(self.call.rank, target))
+        num_rows = num_in(self.call.blocks.rows(self.call.rank, target))
         specs = [Spec((num_rows, *x.shape[1:]), x.dtype) for x in tensors]
         return self._exchange(source, tensors, target, specs, what)
 
@@ -389,11 +391,10 @@ class _BlockQueries:
             )
             answers.append(self._answer(source, target, [out, lse], "parts of a softmax"))
         for (_, target), delivery in zip(call.steps, answers):
-            start = 0
             out, lse = delivery.wait()
-            for a, b in call.blocks.rows(call.rank, target):
-                merge_(out_RND[a:b], lse_RN[a:b], out[start : start + b - a], lse[start : start + b - a])
-                start += b - a
+            rows = call.blocks.rows(call.rank, target)
+            for (part, (start, end)), (part_lse, _) in zip(split(out, rows), split(lse, rows)):
+                merge_(out_RND[start:end], lse_RN[start:end], part, part_lse)
         return visiting
 
     def differentiate_(
@@ -403,18 +404,16 @@ class _BlockQueries:
         asked = self._ask(joint.tensors, "joint outputs and their gradients")
         for (source, target), delivery, q in zip(call.steps, asked, kept):
             grad, out, lse = delivery.wait()
-            grad_q = torch.zeros(q.shape, dtype=grads.q_RND.dtype, device=q.device)
+            grad_q = stat_zeros(q)
             differentiate_blocks_(
                 grad_q, grads.k_TMD, grads.v_TMD, grad, q, k_TMD, v_TMD, out, lse, blocks=self._visitors(source),
                 scale=call.scale, kernel=call.kernel,
             )  # fmt: skip
             answers.append(self._answer(source, target, [grad_q], "gradients of queries"))
         for (_, target), delivery in zip(call.steps, answers):
-            start = 0
             (grad_q,) = delivery.wait()
-            for a, b in call.blocks.rows(call.rank, target):
-                grads.q_RND[a:b] += grad_q[start : start + b - a]
-                start += b - a
+            for part, (start, end) in split(grad_q, call.blocks.rows(call.rank, target)):
+                grads.q_RND[start:end] += part
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -447,9 +446,7 @@ class _BlockAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_ASND: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q_ASND, k_TMD, v_TMD, block_k, block_v, out_ASND, lse, *kept = ctx.saved_tensors
         call: _Call = ctx.call
-        grads = _Gradients(
-            *(torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (q_ASND.flatten(0, 1), k_TMD, v_TMD))
-        )
+        grads = _Gradients(stat_zeros(q_ASND.flatten(0, 1)), stat_zeros(k_TMD), stat_zeros(v_TMD))
         joint = _Joint(q_ASND.flatten(0, 1), out_ASND.flatten(0, 1), lse, grad_ASND.flatten(0, 1))
         own = call.blocks.between(call.rank, call.rank)
         differentiate_blocks_(

@@ -175,6 +175,11 @@ def merged_ranges(ranges: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], .
     return tuple(merged)
 
 
+def num_in(ranges: Iterable[tuple[int, int]]) -> int:
+    """Rows in some disjoint ranges."""
+    return sum(end - start for start, end in ranges)
+
+
 def needed_keys(blocks: Sequence[Block]) -> tuple[tuple[int, int], ...]:
     """The key ranges that some blocks read, ascending and disjoint."""
     return merged_ranges((block.key_start, block.key_end) for block in blocks)

@@ -21,11 +21,11 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_codraft.attention.block_draft import DraftBlocks
-from hf_codraft.attention.blocks import needed_keys, visible_blocks
+from hf_codraft.attention.block_draft import BlockTraffic, DraftBlocks, block_traffic
+from hf_codraft.attention.blocks import needed_keys, num_in, visible_blocks
 from hf_codraft.attention.layout import PackedLayout
 from hf_codraft.attention.merge import stat_dtype
-from hf_codraft.attention.transport import HEADER_BYTES
+from hf_codraft.attention.transport import Sent
 
 FORWARD_FLOPS, BACKWARD_FLOPS = 4, 10  # of one pair, head and channel: 2 matrix products forward; 1 + 4 backward
 
@@ -72,20 +72,6 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class Sent:
-    """What a rank sends; empty parcels are none."""
-
-    num_bytes: int = 0
-    num_messages: int = 0
-
-    def __add__(self, other: "Sent") -> "Sent":
-        return Sent(self.num_bytes + other.num_bytes, self.num_messages + other.num_messages)
-
-    def times(self, count: int) -> "Sent":
-        return Sent(self.num_bytes * count, self.num_messages * count)
-
-
-@dataclass(frozen=True)
 class RankCost:
     """What one rank pays for the attention of one layer; made by the functions below, read by benchmarks and docs.
 
@@ -129,7 +115,7 @@ class Visibility:
                 visible_blocks(layout, layout.runs(query_rank), layout.runs(key_rank), window=window)
                 for key_rank in range(layout.world)
             ]
-            self.num_needed.append([_size(needed_keys(blocks)) for blocks in between])
+            self.num_needed.append([num_in(needed_keys(blocks)) for blocks in between])
             self.num_pairs.append([sum(block.num_pairs for block in blocks) for blocks in between])
 
     @property
@@ -143,13 +129,8 @@ class Visibility:
         return [sum(row) - row[rank] for rank, row in enumerate(self.num_needed)]
 
 
-def _size(ranges: Sequence[tuple[int, int]]) -> int:
-    return sum(end - start for start, end in ranges)
-
-
 def _parcels(token_counts: Sequence[int], token_bytes: int) -> Sent:
-    counts = [count for count in token_counts if count]
-    return Sent(sum(counts) * token_bytes + len(counts) * HEADER_BYTES, len(counts))
+    return sum((Sent.parcel(count * token_bytes) for count in token_counts), Sent())
 
 
 def _cost(
@@ -245,7 +226,7 @@ def kept_cost(
     num_rounds, counting = 1, Sent()
     if tile_size is not None and kept < world - 1:
         num_rounds = max(*(math.ceil(num / tile_size) for num in visible.num_local), 1)
-        counting = Sent(HEADER_BYTES + 4, 1).times(world - 1)  # ranks tell each other their number of tiles
+        counting = Sent.parcel(4).times(world - 1)  # ranks tell each other their number of tiles
     costs = []
     for rank, num_own in enumerate(visible.num_local):
         behind, ahead = ([(rank + sign * step) % world for step in range(1, world)] for sign in (-1, 1))
@@ -282,27 +263,30 @@ def block_cost(blocks: DraftBlocks, route: str, heads: Heads, *, is_causal: bool
         raise ValueError(
             f"route must be 'keys' or 'queries', got {route!r}; see block_draft.cheaper_route for 'auto'."
         )
-    return tuple(_block_cost(blocks, route, heads, rank, is_causal) for rank in range(blocks.layout.world))
+    traffic = block_traffic(
+        blocks,
+        route,
+        num_heads=heads.num_heads,
+        num_kv_heads=heads.num_kv_heads,
+        head_dim=heads.head_dim,
+        dtype=heads.dtype,
+    )
+    return tuple(_block_cost(blocks, route, heads, rank, is_causal, traffic) for rank in range(blocks.layout.world))
 
 
-def _block_cost(blocks: DraftBlocks, route: str, heads: Heads, rank: int, is_causal: bool) -> RankCost:
+def _block_cost(
+    blocks: DraftBlocks, route: str, heads: Heads, rank: int, is_causal: bool, traffic: BlockTraffic
+) -> RankCost:
     num_slots, num_rows = blocks.num_slots, len(blocks.owned(rank)) * blocks.num_slots
     others = [other for other in range(blocks.layout.world) if other != rank]
-    num_channels, width = heads.num_heads * heads.head_dim, heads.dtype.itemsize
+    num_channels = heads.num_heads * heads.head_dim
     if route == "keys":
-        asked = [_size(blocks.keys(rank, other)) for other in others]
-        forward = _parcels([_size(blocks.keys(other, rank)) for other in others], heads.key_bytes)
-        backward = _parcels(asked, heads.gradient_bytes)
-        remote_bytes = sum(asked) * (heads.key_bytes + heads.gradient_bytes)
+        num_asked = sum(num_in(blocks.keys(rank, other)) for other in others)
+        remote_bytes = num_asked * (heads.key_bytes + heads.gradient_bytes)
         served = [(rank, other) for other in range(blocks.layout.world)]
     else:
-        away = [_size(blocks.rows(rank, other)) for other in others]
-        visiting = [_size(blocks.rows(other, rank)) for other in others]
-        statistic = heads.num_heads * heads.stat_bytes
-        wide = num_channels * heads.stat_bytes
-        forward = _parcels(away, num_channels * width) + _parcels(visiting, wide + statistic)
-        backward = _parcels(away, 2 * num_channels * width + statistic) + _parcels(visiting, wide)
-        remote_bytes = sum(visiting) * num_channels * width
+        num_visiting = sum(num_in(blocks.rows(other, rank)) for other in others)
+        remote_bytes = num_visiting * num_channels * heads.dtype.itemsize
         served = [(other, rank) for other in range(blocks.layout.world)]
     own = num_slots * (num_slots + 1) // 2 if is_causal else num_slots**2
     num_pairs = sum(block.num_pairs for pair in served for block in blocks.between(*pair))
@@ -311,5 +295,6 @@ def _block_cost(blocks: DraftBlocks, route: str, heads: Heads, rank: int, is_cau
     # the keys and values of the slots too
     saved_bytes = heads.saved_bytes(num_rows, 1) + num_rows * heads.key_bytes
     return RankCost(
-        forward, backward, remote_bytes, saved_bytes, num_pairs, FORWARD_FLOPS * flops, BACKWARD_FLOPS * flops
-    )
+        traffic.forward[rank], traffic.backward[rank], remote_bytes, saved_bytes, num_pairs, FORWARD_FLOPS * flops,
+        BACKWARD_FLOPS * flops,
+    )  # fmt: skip

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_codraft.attention.blocks import needed_keys
+from hf_codraft.attention.blocks import needed_keys, num_in
 from hf_codraft.attention.layout import Run
-from hf_codraft.attention.merge import stat_dtype
+from hf_codraft.attention.merge import stat_zeros
 from hf_codraft.attention.shard import Shard
 from hf_codraft.attention.transport import Delivery, Spec
 
@@ -49,7 +49,10 @@ class KeyExchange:
 
     def ranges(self, query_rank: int, key_rank: int) -> tuple[tuple[int, int], ...]:
         """Rows of `key_rank` that some token of `query_rank` sees."""
-        return needed_keys(self.shard.blocks(query_rank, key_rank, self.window))
+        return self.shard.once(
+            ("ranges", query_rank, key_rank, self.window),
+            lambda: needed_keys(self.shard.blocks(query_rank, key_rank, self.window)),
+        )
 
     def runs_from(self, peer: int) -> tuple[Run, ...]:
         """Which tokens this rank gets from a peer on the direct route, and where they lie in what it gets."""
@@ -66,7 +69,7 @@ class KeyExchange:
 
     def num_from(self, query_rank: int, key_rank: int) -> int:
         """Tokens of `key_rank` that travel to `query_rank` on the direct route."""
-        return sum(end - start for start, end in self.ranges(query_rank, key_rank))
+        return num_in(self.ranges(query_rank, key_rank))
 
     def own(self, k_TMD: torch.Tensor, v_TMD: torch.Tensor) -> PeerKeys:
         return PeerKeys(self.rank, self.shard.layout.runs(self.rank), k_TMD, v_TMD)
@@ -77,7 +80,7 @@ class KeyExchange:
         num_tokens = self.num_from(self.rank, source)
         specs = [Spec((num_tokens, *x.shape[1:]), x.dtype) for x in (k_TMD, v_TMD)]
         deliveries = self.shard.transport.exchange(
-            [(target, [_take(x, wanted) for x in (k_TMD, v_TMD)])],
+            [(target, [take(x, wanted) for x in (k_TMD, v_TMD)])],
             [(source, specs)],
             layout_id=self.layout_id,
             device=k_TMD.device,
@@ -117,10 +120,8 @@ class KeyExchange:
 
         def add(own_grad_k: torch.Tensor, own_grad_v: torch.Tensor) -> None:
             for own, got in zip((own_grad_k, own_grad_v), deliveries[0].wait()):
-                start = 0
-                for a, b in ranges:
-                    own[a:b] += got[start : start + b - a]
-                    start += b - a
+                for part, (start, end) in split(got, ranges):
+                    own[start:end] += part
 
         return add
 
@@ -157,8 +158,7 @@ class KeyExchange:
         Returns:
             The gradients of this rank's own keys and values, other ranks' parts included.
         """
-        dtype = stat_dtype(k_TMD.dtype)
-        travelling = [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k_TMD, v_TMD)]
+        travelling = [stat_zeros(k_TMD), stat_zeros(v_TMD)]
         differentiate(self.own(k_TMD, v_TMD), *travelling)
         for keys in self.circulate(k_TMD, v_TMD):
             travelling = self.hop(keys.rank, travelling, "gradients of keys and values")
@@ -168,5 +168,14 @@ class KeyExchange:
         return travelling[0], travelling[1]
 
 
-def _take(x_TMD: torch.Tensor, ranges: tuple[tuple[int, int], ...]) -> torch.Tensor:
-    return torch.cat([x_TMD[start:end] for start, end in ranges]) if ranges else x_TMD[:0]
+Ranges = tuple[tuple[int, int], ...]
+
+
+def take(x: torch.Tensor, ranges: Ranges) -> torch.Tensor:
+    """The rows of `x` in some ranges, one after another."""
+    return torch.cat([x[start:end] for start, end in ranges]) if ranges else x[:0]
+
+
+def split(taken: torch.Tensor, ranges: Ranges) -> Iterator[tuple[torch.Tensor, tuple[int, int]]]:
+    """The inverse of [`take`]: every part with the range that it came from."""
+    return zip(taken.split([end - start for start, end in ranges]), ranges)

@@ -11,9 +11,14 @@ def stat_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def stat_zeros(x: torch.Tensor) -> torch.Tensor:
+    """Zeros like `x` in the dtype that sums are kept in."""
+    return torch.zeros(x.shape, dtype=stat_dtype(x.dtype), device=x.device)
+
+
 def empty_part(q_QND: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The part that attends to nothing: an output of zeros and a log-sum-exp of -inf."""
-    out = torch.zeros(q_QND.shape, dtype=stat_dtype(q_QND.dtype), device=q_QND.device)
+    out = stat_zeros(q_QND)
     return out, torch.full(q_QND.shape[:2], -torch.inf, dtype=out.dtype, device=q_QND.device)
 
 

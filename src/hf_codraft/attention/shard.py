@@ -3,15 +3,17 @@
 Legend: T tokens of this rank, K steps ahead, E tokens of this rank and, behind them, what it borrowed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 
 from hf_codraft.attention.blocks import Block, visible_blocks
 from hf_codraft.attention.layout import PackedLayout
 from hf_codraft.attention.transport import Spec, Transport, alone
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Shard:
     layout: PackedLayout
     cp_rank: int = 0
     transport: Transport = field(default_factory=alone)
-    _blocks: dict[tuple[int, int, int | None], tuple[Block, ...]] = field(default_factory=dict, init=False, repr=False)
+    _made: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.layout.world != self.transport.world or self.cp_rank != self.transport.rank:
@@ -55,13 +57,19 @@ class Shard:
         """Position of this rank's tokens inside their segments: `(tokens,)`."""
         return self.layout.position_ids_T[self.index].to(device)
 
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` returns for this key, made once: a policy's layers share one geometry."""
+        if key not in self._made:
+            self._made[key] = make()
+        made: T = self._made[key]
+        return made
+
     def blocks(self, query_rank: int, key_rank: int, window: int | None = None) -> tuple[Block, ...]:
-        """How the tokens of one rank see those of another (`blocks.visible_blocks`), computed once."""
-        key = (query_rank, key_rank, window)
-        if key not in self._blocks:
-            queries, keys = self.layout.runs(query_rank), self.layout.runs(key_rank)
-            self._blocks[key] = visible_blocks(self.layout, queries, keys, window=window)
-        return self._blocks[key]
+        """How the tokens of one rank see those of another (`blocks.visible_blocks`)."""
+        runs = self.layout.runs(query_rank), self.layout.runs(key_rank)
+        return self.once(
+            ("blocks", query_rank, key_rank, window), lambda: visible_blocks(self.layout, *runs, window=window)
+        )
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor]:
         """The same small tensor of every other rank, nearest first. Collective."""
@@ -74,20 +82,18 @@ class Shard:
         )
         return [delivery.wait()[0] for delivery in deliveries]
 
-    @cached_property
-    def _borrowed(self) -> dict[int, list[torch.Tensor]]:
-        return {}
-
     def _halo(self, num_steps: int) -> list[torch.Tensor]:
         """For every rank, the packed indices within `num_steps` of its tokens that it does not hold, ascending."""
-        if num_steps not in self._borrowed:
+
+        def make() -> list[torch.Tensor]:
             halos = []
             for rank in range(self.layout.world):
                 own = self.layout.index(rank)
                 ahead = self.layout.ahead(own, num_steps).unique()
                 halos.append(ahead[(ahead >= 0) & ~torch.isin(ahead, own)])
-            self._borrowed[num_steps] = halos
-        return self._borrowed[num_steps]
+            return halos
+
+        return self.once(("halo", num_steps), make)
 
     def ahead(self, num_steps: int, device: torch.device | str = "cpu") -> torch.Tensor:
         """Row, in a tensor that [`extend`] has extended, of the token 0..num_steps after each of this rank's.

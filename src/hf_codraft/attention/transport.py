@@ -29,6 +29,25 @@ class Traffic:
 
 
 @dataclass(frozen=True)
+class Sent:
+    """What a rank sends by a closed form; made by `cost` and `block_draft`, compared with [`Traffic`]."""
+
+    num_bytes: int = 0
+    num_messages: int = 0
+
+    @classmethod
+    def parcel(cls, body_bytes: int) -> "Sent":
+        """One message with its header; an empty one is not sent."""
+        return cls(HEADER_BYTES + body_bytes, 1) if body_bytes else cls()
+
+    def __add__(self, other: "Sent") -> "Sent":
+        return Sent(self.num_bytes + other.num_bytes, self.num_messages + other.num_messages)
+
+    def times(self, count: int) -> "Sent":
+        return Sent(self.num_bytes * count, self.num_messages * count)
+
+
+@dataclass(frozen=True)
 class Spec:
     """Shape and dtype of a tensor that is expected."""
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from hf_codraft.attention.blocks import Block, clip, needed_keys, runs_of, visible_blocks
+from hf_codraft.attention.blocks import Block, clip, needed_keys, num_in, runs_of, visible_blocks
 from hf_codraft.attention.exchange import ROUTES, KeyExchange, PeerKeys
 from hf_codraft.attention.kernels import (
     attend_blocks_,
@@ -30,7 +30,7 @@ from hf_codraft.attention.kernels import (
     sum_groups,
 )
 from hf_codraft.attention.layout import PackedLayout, Run
-from hf_codraft.attention.merge import empty_part, merge_, stat_dtype
+from hf_codraft.attention.merge import empty_part, merge_, stat_zeros
 from hf_codraft.attention.shard import Shard
 
 
@@ -121,12 +121,13 @@ class Trunk:
             rows (`torch.Tensor` of shape `(queries,)`, int64, *optional*): ascending rows of this rank's tokens; all of
                 them by default.
         """
-        layout = self.shard.layout
+        shard, layout, window = self.shard, self.shard.layout, self.window
         if rows is None:
-            runs, num_queries = layout.runs(self.shard.cp_rank), self.shard.num_tokens
-        else:
-            runs, num_queries = runs_of(self.shard.index[rows.cpu()].tolist()), len(rows)
-        return Queries(layout, runs, num_queries, window=self.window)
+            return shard.once(
+                ("queries", window),
+                lambda: Queries(layout, layout.runs(shard.cp_rank), shard.num_tokens, window=window),
+            )
+        return Queries(layout, runs_of(shard.index[rows.cpu()].tolist()), len(rows), window=window)
 
     def attend(
         self,
@@ -219,9 +220,7 @@ class Trunk:
 
 
 def _zeros(keys: PeerKeys) -> tuple[torch.Tensor, torch.Tensor]:
-    dtype = stat_dtype(keys.k_TMD.dtype)
-    grad_k, grad_v = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (keys.k_TMD, keys.v_TMD))
-    return grad_k, grad_v
+    return stat_zeros(keys.k_TMD), stat_zeros(keys.v_TMD)
 
 
 class _OpenTrunk(torch.autograd.Function):
@@ -267,7 +266,7 @@ class _Attend(torch.autograd.Function):
         q_AND, out, lse, *branch = ctx.saved_tensors
         trunk = ctx.trunk
         num_heads, num_kv_heads = q_AND.shape[1], trunk.k_TMD.shape[1]
-        grad_q = torch.zeros(q_AND.shape, dtype=lse.dtype, device=q_AND.device)
+        grad_q = stat_zeros(q_AND)
         trunk.differentiate_(grad_q, grad_AND, q_AND, out, lse, ctx.queries)
 
         grads_k, grads_v = [], []
@@ -330,7 +329,7 @@ def num_kept_within(
             blocks = visible_blocks(
                 layout, layout.runs(rank), layout.runs((rank - step) % layout.world), window=window
             )
-            spent[rank] += bytes_per_token * sum(end - start for start, end in needed_keys(blocks))
+            spent[rank] += bytes_per_token * num_in(needed_keys(blocks))
         if max(spent) > budget_bytes:
             return step - 1
     return layout.world - 1

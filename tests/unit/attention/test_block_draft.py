@@ -10,7 +10,7 @@ from hf_codraft.attention.block_draft import BlockTraffic, DraftBlocks, block_at
 from hf_codraft.attention.layout import PackedLayout, Piece
 from hf_codraft.attention.plans import balanced_plan, contiguous_plan, segment_zigzag_plan, zigzag_plan
 from hf_codraft.attention.shard import Shard
-from hf_codraft.attention.transport import run_local_ranks
+from hf_codraft.attention.transport import Sent, run_local_ranks
 
 SCALE, HEAD_DIM = 0.3, 8
 PLANS = [contiguous_plan, zigzag_plan, segment_zigzag_plan, balanced_plan]
@@ -76,7 +76,7 @@ def owned_rows(blocks, rank) -> list[int]:
 
 
 def run(blocks, tensors, grad, *, is_causal=False, route="auto", kernel="aten"):
-    """Output, gradients and each rank's traffic (forward bytes, backward bytes) over all ranks of the layout."""
+    """Output, gradients and each rank's traffic (forward, backward) over all ranks of the layout."""
     layout = blocks.layout
 
     def one_rank(transport):
@@ -89,9 +89,11 @@ def run(blocks, tensors, grad, *, is_causal=False, route="auto", kernel="aten"):
             q, k, v, block_k_ASMD=block_k, block_v_ASMD=block_v, blocks=blocks, shard=shard, scale=SCALE,
             is_causal=is_causal, route=route, kernel=kernel,
         )  # fmt: skip
-        forward_bytes = transport.traffic.num_bytes
+        forward = Sent(transport.traffic.num_bytes, transport.traffic.num_messages)
+        transport.traffic.reset()
         out.backward(grad[rows].to(out.dtype))
-        return out.detach(), [x.grad for x in own], forward_bytes, transport.traffic.num_bytes - forward_bytes
+        backward = Sent(transport.traffic.num_bytes, transport.traffic.num_messages)
+        return out.detach(), [x.grad for x in own], forward, backward
 
     results = run_local_ranks(one_rank, layout.world, timeout_s=20)
 
