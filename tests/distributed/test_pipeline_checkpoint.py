@@ -17,6 +17,7 @@ from tiny import policy
 from torch import distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from hf_codraft.hub.folder import recover_folder
 from hf_codraft.parallel import checkpoint
 from hf_codraft.parallel.checkpoint import load_training_state, save_pretrained_stages, save_training_state
 from hf_codraft.parallel.loading import load_stage
@@ -390,7 +391,7 @@ def test_a_kill_while_saving_leaves_the_last_complete_checkpoint(tmp_path, where
     # The weights are renamed first, then the old folder away, then the new one into its place. Between the last two
     # nothing is in place; the next call on the folder puts the last complete one back.
     assert folder.exists() == ((where, num_calls) != ("rename", 3))
-    checkpoint._recover(folder)
+    recover_folder(folder)
     expected = tiny_model().state_dict()
     for name, tensor in AutoModelForCausalLM.from_pretrained(folder).state_dict().items():
         assert torch.equal(tensor, expected[name])

@@ -1,8 +1,6 @@
 """A draft on disk: the plain EAGLE-3 form that vLLM and SGLang load, written so that a kill loses nothing."""
 
 import json
-import os
-import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from hf_codraft.drafts.eagle3 import Eagle3Draft, Eagle3DraftConfig
 from hf_codraft.drafts.vocabulary import kept_mask
 from hf_codraft.hub.card import write_card
+from hf_codraft.hub.folder import begin_folder, finish_folder
 from hf_codraft.hub.speculators import from_speculators_config, is_speculators_config, to_speculators_config
 
 WEIGHTS = "model.safetensors"
@@ -32,22 +31,6 @@ def plain_config(config: Eagle3DraftConfig) -> dict[str, Any]:
     data["rope_theta"] = rope.pop("rope_theta", 10000.0)
     data["rope_scaling"] = None if rope.get("rope_type", "default") == "default" else rope
     return data
-
-
-def _write_folder(folder: Path, write) -> None:
-    """Runs `write(temporary folder)`, then puts the result in place of `folder` by renames."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    fresh, old = (folder.with_name(f".{folder.name}.{kind}") for kind in ("new", "old"))
-    if old.exists() and not folder.exists():  # killed between the two renames below: this is the only one left
-        os.rename(old, folder)
-    for leftover in (fresh, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    fresh.mkdir()
-    write(fresh)
-    if folder.exists():
-        os.rename(folder, old)
-    os.rename(fresh, folder)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def save_draft(
@@ -75,14 +58,14 @@ def save_draft(
         config = to_speculators_config(draft.config, config, base_model)
         weights = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in weights.items()}
 
-    def write(fresh: Path) -> None:
-        (fresh / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-        save_file(weights, fresh / WEIGHTS, metadata={"format": "pt"})
-        if training_state is not None:
-            torch.save(training_state, fresh / TRAINING_STATE)
-        write_card(fresh, draft, base_model)
-
-    _write_folder(Path(folder), write)
+    folder = Path(folder)
+    fresh = begin_folder(folder)
+    (fresh / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    save_file(weights, fresh / WEIGHTS, metadata={"format": "pt"})
+    if training_state is not None:
+        torch.save(training_state, fresh / TRAINING_STATE)
+    write_card(fresh, draft, base_model)
+    finish_folder(folder)
 
 
 def load_draft(source: str | Path, *, revision: str | None = None) -> Eagle3Draft:

@@ -23,6 +23,7 @@ from torch import distributed as dist
 from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
 
+from hf_codraft.hub.folder import begin_folder, finish_folder, fresh_folder, recover_folder
 from hf_codraft.parallel.loading import EMBEDDING_KEY, HEAD_KEY
 from hf_codraft.parallel.stages import PolicyStage
 from hf_codraft.parallel.weights import plain_weights
@@ -65,34 +66,6 @@ def _is_lead(group: dist.ProcessGroup | None) -> bool:
     return group is None or dist.get_rank(group) == 0
 
 
-def _beside(folder: Path) -> tuple[Path, Path]:
-    return folder.with_name(f".{folder.name}.new"), folder.with_name(f".{folder.name}.old")
-
-
-def _recover(folder: Path) -> None:
-    """Puts the last complete folder back where a kill fell between the two renames of [`_replace`]."""
-    _, old = _beside(folder)
-    if old.exists() and not folder.exists():
-        os.rename(old, folder)
-
-
-def _begin(folder: Path) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    _recover(folder)
-    fresh, old = _beside(folder)
-    for leftover in (fresh, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    fresh.mkdir()
-
-
-def _replace(folder: Path) -> None:
-    fresh, old = _beside(folder)
-    if folder.exists():
-        os.rename(folder, old)
-    os.rename(fresh, folder)
-    shutil.rmtree(old, ignore_errors=True)
-
-
 def _write_together(
     folder: Path,
     group: dist.ProcessGroup | None,
@@ -100,8 +73,8 @@ def _write_together(
     finish: Callable[[Path, list[T]], None],
 ) -> None:
     """`write_part(fresh)` on all ranks, `finish(fresh, parts)` on the first, then `fresh` takes the place of `folder`."""
-    lead, (fresh, _) = _is_lead(group), _beside(folder)
-    _together(group, f"make {fresh}", lambda: _begin(folder) if lead else None)
+    lead, fresh = _is_lead(group), fresh_folder(folder)
+    _together(group, f"make {fresh}", lambda: begin_folder(folder) if lead else None)
 
     def write() -> T:
         if not fresh.is_dir():
@@ -112,7 +85,7 @@ def _write_together(
 
     def complete() -> None:
         finish(fresh, parts)
-        _replace(folder)
+        finish_folder(folder)
 
     try:
         parts = _together(group, f"write {folder}", write)
@@ -349,7 +322,7 @@ def load_training_state(
     """
     folder = Path(folder)
     rank = _rank(group) if pipeline_rank is None else pipeline_rank
-    _together(group, f"look for {folder}", lambda: _recover(folder) if _is_lead(group) else None)
+    _together(group, f"look for {folder}", lambda: recover_folder(folder) if _is_lead(group) else None)
 
     def read() -> dict[str, Any]:
         if not (folder / COMMON_STATE).is_file():

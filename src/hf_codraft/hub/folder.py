@@ -1,0 +1,41 @@
+"""Folders that are replaced as a whole: written beside their place and renamed, so that a kill leaves the old or the new."""
+
+import os
+import shutil
+from pathlib import Path
+
+
+def fresh_folder(folder: Path) -> Path:
+    """Where the next content of `folder` is written."""
+    return folder.with_name(f".{folder.name}.new")
+
+
+def _old_folder(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.old")
+
+
+def recover_folder(folder: Path) -> None:
+    """Puts the last complete folder back where a kill fell between the two renames of [`finish_folder`]."""
+    old = _old_folder(folder)
+    if old.exists() and not folder.exists():
+        os.rename(old, folder)
+
+
+def begin_folder(folder: Path) -> Path:
+    """Makes an empty [`fresh_folder`] and returns it."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    recover_folder(folder)
+    fresh = fresh_folder(folder)
+    for leftover in (fresh, _old_folder(folder)):
+        shutil.rmtree(leftover, ignore_errors=True)
+    fresh.mkdir()
+    return fresh
+
+
+def finish_folder(folder: Path) -> None:
+    """Puts the complete [`fresh_folder`] in place of `folder`."""
+    old = _old_folder(folder)
+    if folder.exists():
+        os.rename(folder, old)
+    os.rename(fresh_folder(folder), folder)
+    shutil.rmtree(old, ignore_errors=True)
