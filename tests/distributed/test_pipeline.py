@@ -372,6 +372,7 @@ def check_errors_surface_as_themselves(rank):
         stage.anatomy.decoder.rotary_emb.register_forward_hook(wrong)
 
     cases = [(0, forward_hook, Boom), (1, backward_hook, Boom), (1, runtime_error, RuntimeError), (1, None, Boom)]
+    dist.barrier()  # the other rank may still be in the wait of the check before, as long as the groups' own
     groups = [dist.new_group(timeout=timedelta(seconds=3)) for _ in cases]
     for (where, spoil, kind), group in zip(cases, groups):
         dist.barrier()  # the rank that fails is here sooner than the one that waits for it
