@@ -6,6 +6,7 @@ Legend: B rows, S padded length, H hidden width, V vocabulary.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -187,13 +188,7 @@ class PolicyPipeline:
         for other_problem, *_ in everyone:
             if other_problem is not None:
                 raise ValueError(problem or other_problem)
-        for rank, (_, other, _, _) in enumerate(everyone):
-            differing = [name for name, value in other.items() if value != everyone[0][1][name]]
-            if differing:
-                raise ValueError(
-                    f"{differing[0]} differs between pipeline ranks: {everyone[0][1][differing[0]]!r} on rank 0, "
-                    f"{other[differing[0]]!r} on rank {rank}. All ranks must be given the same."
-                )
+        check_alike([other for _, other, _, _ in everyone])
         if len({flag for *_, flags in everyone for flag in flags}) > 1:
             raise ValueError(
                 "the tied weight is trainable on one of first and last stage and frozen on the other; set requires_grad "
@@ -265,7 +260,7 @@ class PolicyPipeline:
         return microbatches, inputs
 
     @contextmanager
-    def open_step(self, batch: Mapping[str, torch.Tensor], is_training: bool) -> Iterator[None]:
+    def _step(self, batch: Mapping[str, torch.Tensor], is_training: bool) -> Iterator[None]:
         """A step that all ranks agree on; after one that failed there is no other, since its transfers may be under way."""
         if self._failure is not None:
             raise RuntimeError(
@@ -343,6 +338,7 @@ class PolicyPipeline:
         batch: Mapping[str, torch.Tensor],
         loss_function: LossFunction,
         *,
+        before_schedule: Callable[[], None] | None = None,
         after_forward: ForwardObserver | None = None,
         after_schedule: Callable[[], None] | None = None,
     ) -> torch.Tensor:
@@ -357,6 +353,7 @@ class PolicyPipeline:
                 they don't divide evenly, the first microbatches have one more.
             loss_function (callable): `loss_function(hidden_BSH, stage, microbatch)` gives a scalar; called on the last
                 stage with its final hidden state. See [`next_token_loss`].
+            before_schedule (callable, *optional*): called once all ranks have agreed on the batch, so it may be collective.
             after_forward (callable, *optional*): `after_forward(current, output)` inside the schedule, right after each
                 stage's forward (on the last stage, before the loss). `output` has filling rows too, see
                 [`CurrentForward`].
@@ -379,7 +376,9 @@ class PolicyPipeline:
             def observe(stage: int, microbatch: Microbatch, output: torch.Tensor) -> None:
                 after_forward(CurrentForward(stage, microbatch.index, microbatch.num_rows), output)
 
-        with self.open_step(batch, is_training=True):
+        with self._step(batch, is_training=True):
+            if before_schedule is not None:
+                before_schedule()
             tied, _ = self._tied()
             earlier = None
             if tied is not None:  # the copies' sum must not count what earlier steps have summed already
@@ -424,7 +423,7 @@ class PolicyPipeline:
                     )
             parts.append(made)
 
-        with self.open_step(batch, is_training=False):
+        with self._step(batch, is_training=False):
             self._run(batch, None, observe)
             return self._share_rows(parts)
 
@@ -438,6 +437,21 @@ class PolicyPipeline:
                 joined[name] = torch.empty(shape, dtype=dtype, device=self.device)
             dist.broadcast(joined[name], group=self.group, group_src=source)
         return joined
+
+
+def check_alike(settings: Sequence[Mapping[str, Any]]) -> None:
+    """Raises a `ValueError` where two ranks of a pipeline were given different things.
+
+    Args:
+        settings (`Sequence[Mapping[str, Any]]`): every rank's, by name, gathered so that all ranks raise.
+    """
+    for rank, other in enumerate(settings):
+        for name, value in other.items():
+            if value != settings[0][name]:
+                raise ValueError(
+                    f"{name} differs between pipeline ranks: {settings[0][name]!r} on rank 0, {value!r} on rank {rank}. All "
+                    "ranks must be given the same."
+                )
 
 
 def _check_batch(batch: Mapping[str, torch.Tensor], num_microbatches: int) -> int:

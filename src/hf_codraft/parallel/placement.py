@@ -11,14 +11,14 @@ All leave the policy's gradients as they are without a draft, bit for bit, and g
 """
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import distributed as dist
 
 from hf_codraft.drafts.learner import DraftLearner, DraftStep
-from hf_codraft.parallel.pipeline import CurrentForward, LossFunction, Microbatch, PolicyPipeline
+from hf_codraft.parallel.pipeline import CurrentForward, LossFunction, Microbatch, PolicyPipeline, check_alike
 from hf_codraft.parallel.schedule import schedule_order
 from hf_codraft.policy.anatomy import effective_weight
 from hf_codraft.policy.packing import pack_rows
@@ -76,8 +76,7 @@ class PipelineDraft:
         else:
             self.sinks = list(sink_of_microbatch)
         self._own = [m for m, sink in enumerate(self.sinks) if sink == pipeline.pipeline_rank]
-        self._agree(num_slots, transport, may_run)
-        self.num_slots = self._checked_slots(num_slots)
+        self.num_slots = self._agree(num_slots, transport, may_run)
         self._options = {"transport": transport, "timeout_s": timeout_s, "check_crc": check_crc}
         self._set_groups(data_group)
         self.channel: TapChannel | None = None
@@ -88,8 +87,8 @@ class PipelineDraft:
 
     # Setup
 
-    def _agree(self, num_slots: int | None, transport: str, may_run: bool) -> None:
-        """Compares all ranks' settings before any of them could wait for another."""
+    def _agree(self, num_slots: int | None, transport: str, may_run: bool) -> int:
+        """Compares all ranks' settings before any of them could wait for another; returns the number of slots."""
         settings = {
             "tap_ids": self.tap_ids,
             "placement": self.placement,
@@ -97,25 +96,20 @@ class PipelineDraft:
             "num_slots": num_slots,
         }
         everyone: list = [None] * self.pipeline.num_ranks
-        problem = self._own_problem(num_slots, transport, may_run)
+        checked_slots, problem = 0, None
+        try:
+            checked_slots = self._checked_slots(num_slots)
+        except ValueError as error:
+            problem = str(error)
+        problem = problem or self._own_problem(transport, may_run)
         dist.all_gather_object(everyone, (settings, problem), group=self.pipeline.group)
-        first = everyone[0][0]
-        for rank, (other, _) in enumerate(everyone):
-            for name, value in other.items():
-                if value != first[name]:
-                    raise ValueError(
-                        f"{name} differs between pipeline ranks: {first[name]!r} on rank 0, {value!r} on rank {rank}. All "
-                        "ranks must be given the same."
-                    )
+        check_alike([other for other, _ in everyone])
         problems = [(rank, each) for rank, (_, each) in enumerate(everyone) if each is not None]
         if problems:
             raise ValueError(problem or f"pipeline rank {problems[0][0]}: {problems[0][1]}")
+        return checked_slots
 
-    def _own_problem(self, num_slots: int | None, transport: str, may_run: bool) -> str | None:
-        try:
-            self._checked_slots(num_slots)
-        except ValueError as error:
-            return str(error)
+    def _own_problem(self, transport: str, may_run: bool) -> str | None:
         if transport == "relay":
             return (
                 "transport='relay' needs stages that hand taps on beside their activations, which PolicyPipeline's do not; "
@@ -200,20 +194,14 @@ class PipelineDraft:
     # Steps
 
     @contextmanager
-    def _publishing(self, channel: TapChannel) -> Iterator[None]:
-        """Hooks on this rank's tapped layers; silent in forward-only passes and when checkpointing runs a layer again."""
+    def _hooks(self, publish: Callable[[int, torch.Tensor], None]) -> Iterator[None]:
+        """Hands every hidden state of this rank's tapped layers to `publish`."""
         plan = self.pipeline.plan
-
-        def keep(tap_id: int, tensor: torch.Tensor) -> None:
-            current = self.pipeline.current_forward
-            if current is not None:
-                channel.publish(current.microbatch, tap_id, tensor)
-
         with ExitStack() as stack:
             for stage in self.pipeline.stages:
                 own = [tap for tap in (*self.tap_ids, self.final_id) if plan.owner_of_tap(tap) == stage.stage]
                 decoder = stage.anatomy.decoder
-                stack.enter_context(tap_hooks(decoder.layers, decoder.norm, own, keep))
+                stack.enter_context(tap_hooks(decoder.layers, decoder.norm, own, publish))
             yield
 
     def _learn(self, channel: TapChannel, microbatch: Microbatch) -> None:
@@ -245,14 +233,23 @@ class PipelineDraft:
         Returns:
             `torch.Tensor` of shape `(num_microbatches,)`: the policy's losses.
         """
-        # All ranks agree on the batch before the first collective of the draft's own: each opens a channel, or none does.
-        with self.pipeline.open_step(batch, is_training=True):
+        last_stage = self.pipeline.plan.num_stages - 1
+        channel: TapChannel | None = None  # of this step, once it has begun
+        microbatches: list[Microbatch] = []
+
+        def before_schedule() -> None:
+            nonlocal channel, microbatches
             microbatches = self.pipeline.microbatches(batch)
             channel = self._open_channel(microbatches[0].rows["input_ids"].numel() * self.pipeline.hidden_size)
             if self._is_stale:
                 self._refresh_weights()
                 self._is_stale = False
-        last_stage = self.pipeline.plan.num_stages - 1
+            channel.begin_step(next(self._step_ids), len(microbatches))
+
+        def publish(tap_id: int, tensor: torch.Tensor) -> None:
+            current = self.pipeline.current_forward
+            if current is not None:  # not when checkpointing runs a layer again
+                channel.publish(current.microbatch, tap_id, tensor)
 
         def after_forward(current: CurrentForward, output: torch.Tensor) -> None:
             if current.stage == last_stage:
@@ -264,17 +261,18 @@ class PipelineDraft:
 
         is_inside = self.placement == "last_inside"
         try:
-            channel.begin_step(next(self._step_ids), len(microbatches))
-            with self._publishing(channel):
+            with self._hooks(publish):
                 losses = self.pipeline.train_step(
                     batch,
                     loss_function,
+                    before_schedule=before_schedule,
                     after_forward=after_forward if is_inside else None,
                     after_schedule=None if is_inside else after_schedule,
                 )
             channel.end_step()
         except BaseException as error:
-            channel.abort(error)  # whoever waits for a tap of this rank learns why none comes
+            if channel is not None:
+                channel.abort(error)  # whoever waits for a tap of this rank learns why none comes
             raise
         return losses
 
