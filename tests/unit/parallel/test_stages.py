@@ -248,8 +248,10 @@ def living_storages() -> dict[int, torch.UntypedStorage]:
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor) and not thing.is_meta:  # isinstance would wake deprecated objects
-            storages[thing.untyped_storage().data_ptr()] = thing.untyped_storage()
+        if issubclass(type(thing), torch.Tensor):  # isinstance would wake deprecated objects
+            storage = thing.untyped_storage()
+            if storage.device.type != "meta":  # fake tensors, which say another device themselves, have none either
+                storages[storage.data_ptr()] = storage
     return storages
 
 
