@@ -509,7 +509,12 @@ def rank_main(transport: Transport, scale: Scale, parts: tuple[str, ...]) -> dic
     work = {
         "traffic": rank_traffic, "errors": rank_errors, "memory": rank_memory, "time": rank_time, "blocks": rank_blocks,
     }  # fmt: skip
-    return {part: work[part](transport, scale) for part in parts}
+    found = {}
+    for part in parts:
+        if transport.rank == 0:
+            print(f"{time.strftime('%X')} {transport.world} ranks: {part}", file=sys.stderr, flush=True)
+        found[part] = work[part](transport, scale)
+    return found
 
 
 # Ranks

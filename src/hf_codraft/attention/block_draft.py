@@ -14,7 +14,7 @@ Either of two things travels, and both are exact:
 | route | forward | backward |
 |---|---|---|
 | `keys` | the trunk keys that a rank's blocks see come | their gradients go straight home |
-| `queries` | slots go to all keys they see, parts of the softmax return | joint out, its gradient and lse go, dQ returns |
+| `queries` | slots go to all keys they see, parts of the softmax return | the joint output's gradient goes, dQ returns |
 """
 
 import bisect
@@ -35,6 +35,8 @@ from hf_codraft.attention.kernels import (
     check_kernel,
     differentiate_blocks_,
     differentiate_each_,
+    output_product,
+    output_with_product,
 )
 from hf_codraft.attention.layout import PackedLayout, Run
 from hf_codraft.attention.merge import empty_part, merge_, stat_dtype, stat_zeros
@@ -198,7 +200,7 @@ def block_traffic(
     """What is sent, in closed form. With b bytes an element and s a statistic (4, or 8 in fp64), for every pair of ranks:
 
         keys      forward  2 K M D b           backward  2 K M D s           K keys seen
-        queries   forward  R N D b             backward  R N (2 D b + s)     R rows that see some
+        queries   forward  R N D b             backward  R N (D b + 2 s)     R rows that see some
                   answer   R N (D s + s)       answer    R N D s
 
     and 16 bytes for every message that is not empty.
@@ -221,7 +223,7 @@ def block_traffic(
                 heads = num_rows * num_heads
                 forward[query_rank] += Sent.parcel(heads * head_dim * size)
                 forward[key_rank] += Sent.parcel(heads * (head_dim + 1) * stat_size)
-                backward[query_rank] += Sent.parcel(heads * (2 * head_dim * size + stat_size))
+                backward[query_rank] += Sent.parcel(heads * (head_dim * size + 2 * stat_size))
                 backward[key_rank] += Sent.parcel(heads * head_dim * stat_size)
     return BlockTraffic(tuple(forward), tuple(backward))
 
@@ -279,7 +281,8 @@ class _Joint:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        return self.grad_RND, self.out_RND, self.lse_RN
+        """What the backward beside other ranks' keys takes: a product of each row's head stands for its output."""
+        return self.grad_RND, output_product(self.out_RND, self.grad_RND), self.lse_RN
 
 
 class _BlockKeys(KeyExchange):
@@ -401,10 +404,10 @@ class _BlockQueries:
         self, grads: _Gradients, joint: _Joint, k_TMD: torch.Tensor, v_TMD: torch.Tensor, kept: Sequence[torch.Tensor]
     ) -> None:
         call, answers = self.call, []
-        asked = self._ask(joint.tensors, "joint outputs and their gradients")
+        asked = self._ask(joint.tensors, "gradients of joint outputs")
         for (source, target), delivery, q in zip(call.steps, asked, kept):
-            grad, out, lse = delivery.wait()
-            grad_q = stat_zeros(q)
+            grad, product, lse = delivery.wait()
+            grad_q, out = stat_zeros(q), output_with_product(product, grad)
             differentiate_blocks_(
                 grad_q, grads.k_TMD, grads.v_TMD, grad, q, k_TMD, v_TMD, out, lse, blocks=self._visitors(source),
                 scale=call.scale, kernel=call.kernel,

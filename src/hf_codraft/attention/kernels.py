@@ -191,6 +191,25 @@ def _eager_backward(
     )
 
 
+def output_product(out_QND: torch.Tensor, grad_QND: torch.Tensor) -> torch.Tensor:
+    """Each head's output times its gradient, in `stat_dtype`: `(queries, heads)`. A backward takes nothing else of an output."""
+    wide = stat_dtype(out_QND.dtype)
+    return torch.linalg.vecdot(out_QND.to(wide), grad_QND.to(wide))
+
+
+def output_with_product(product_QN: torch.Tensor, grad_QND: torch.Tensor) -> torch.Tensor:
+    """The shortest output with a given [`output_product`], for kernels that ask for an output; in the gradient's dtype.
+
+    o = product g / |g|^2    with g scaled by its largest entry, so that its square does not vanish
+    """
+    grad = grad_QND.to(product_QN.dtype)
+    largest = grad.abs().amax(-1, keepdim=True)
+    largest = largest.masked_fill(largest == 0, 1.0)  # no gradient: the product is 0 too
+    unit = grad / largest
+    square = torch.linalg.vecdot(unit, unit)[..., None].clamp(min=1.0)  # at least 1 where there is a gradient
+    return (product_QN[..., None] / largest / square * unit).to(grad_QND.dtype)
+
+
 def attend_blocks_(
     out_QND: torch.Tensor,
     lse_QN: torch.Tensor,

@@ -11,6 +11,8 @@ from hf_codraft.attention.kernels import (
     check_kernel,
     differentiate_blocks_,
     differentiate_each_,
+    output_product,
+    output_with_product,
 )
 from hf_codraft.attention.merge import empty_part
 
@@ -111,6 +113,24 @@ def test_each_of_many_is_as_if_alone(num, is_causal, kernel):
         want = dense(q[n], k[n], v[n], grad[n], mask.tril() if is_causal else mask)
         for ours_n, truth in zip((out[n], lse[n], grad_q[n], got[0][n], got[1][n]), want, strict=True):
             torch.testing.assert_close(ours_n, truth, rtol=0, atol=1e-12)
+
+
+@kernels
+@pytest.mark.parametrize("size", [1.0, 1e-30, 0.0])  # the square of 1e-30 is no number of fp32
+def test_a_product_stands_for_the_output_of_a_backward(size, kernel):
+    q, k, v, grad = inputs((6, 2), dtype=torch.float32)
+    grad *= size
+    grad[3] = 0.0
+    (block,) = BLOCKS["causal"]
+    out, lse = empty_part(q)
+    attend_blocks_(out, lse, q, k, v, blocks=(block,), scale=SCALE, kernel=kernel)
+    stand_in = output_with_product(output_product(out, grad), grad)
+    assert stand_in.isfinite().all() and (stand_in.norm(dim=-1) <= out.norm(dim=-1) * (1 + 1e-5)).all()
+    ours, theirs = ([torch.zeros_like(x) for x in (q, k, v)] for _ in range(2))
+    for grads, output in ((ours, stand_in), (theirs, out)):
+        differentiate_blocks_(*grads, grad, q, k, v, output, lse, blocks=(block,), scale=SCALE, kernel=kernel)
+    for got, want in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-6 * size)
 
 
 def test_kernels_that_cannot_run_are_refused():
