@@ -187,7 +187,9 @@ def check(name, model, batches, setting, *, between=None, num_accumulated=1, spo
 def two_ranks(rank):
     batches = [families.batch(8, 12), families.batch(8, 9, seed=1), families.batch(8, 12, seed=2)]
     for placement in ("last_inside", "last_deferred", "spread"):
-        for transport in ("shm", "gloo"):
+        for transport in ("shm", "gloo", "relay"):
+            if (placement, transport) == ("spread", "relay"):
+                continue
             model = families.policy("qwen3", tie=placement == "spread")
             check(f"{placement} {transport}", model, batches, Setting(placement, transport=transport))
     for placement in ("last_inside", "last_deferred"):
@@ -221,7 +223,8 @@ def check_policies(rank):
     for use_reentrant in (False, True):
         model = families.policy("mistral", tie=True)
         model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-        for setting in (Setting("last_inside"), Setting("spread", schedule="Interleaved1F1B", num_stages=4)):
+        relayed = Setting("last_deferred", transport="relay")
+        for setting in (Setting("last_inside"), relayed, Setting("spread", schedule="Interleaved1F1B", num_stages=4)):
             check(f"checkpointing, reentrant {use_reentrant}", model, [rows, later], setting)
     check("bf16", families.policy("llama").bfloat16(), [rows], Setting("last_deferred"))
     check("reduced vocabulary", families.policy("qwen2"), [rows, later], Setting("spread", draft_vocab=40))
@@ -237,6 +240,7 @@ def check_batches(rank):
         Setting("last_inside"), Setting("spread"), Setting("spread", sinks=(1, 0, 1, 1)),
         Setting("spread", schedule="Interleaved1F1B", num_stages=4, transport="gloo"),
         Setting("last_deferred", schedule="Interleaved1F1B", num_stages=4),
+        Setting("last_inside", schedule="Interleaved1F1B", num_stages=4, transport="relay"),
     ):  # fmt: skip
         check("lengths, evaluation", families.policy("llama", tie=True), lengths, setting, between=evaluate)
         check("uneven rows", families.policy("llama"), [families.batch(10, 12), families.batch(7, 12)], setting)
@@ -274,7 +278,7 @@ def check_refusals(rank):
         make(sinks=(0, 1, 0))
     with pytest.raises(ValueError, match=r"placement \('first'\) must be one of last_inside, last_deferred, spread"):
         make(placement="first")
-    with pytest.raises(ValueError, match="transport='relay' needs stages"):
+    with pytest.raises(ValueError, match="transport='relay' carries taps to the last stage alone"):
         make(transport="relay")
     with pytest.raises(ValueError, match=r"tap_id \(6\) must lie in 0..5"):
         pipeline = make_pipeline(model, Setting())
@@ -409,6 +413,9 @@ def check_four_ranks(rank):
         check(f"P = 4, {placement}", families.policy("qwen3", tie=True), [rows, later], setting)
         model = families.policy("qwen2", num_layers=8)
         check(f"P = 4, v = 2, {placement}", model, [rows, later], Setting(placement, sinks=sinks, **looped))
+        if placement == "last_deferred":
+            check("P = 4, relay", families.policy("qwen3"), [rows, later], replace(setting, transport="relay"))
+            check("P = 4, v = 2, relay", model, [rows, later], Setting(placement, transport="relay", **looped))
 
 
 def check_slow_stages(rank):

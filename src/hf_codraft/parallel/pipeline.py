@@ -13,6 +13,7 @@ from torch import distributed as dist
 
 from hf_codraft.parallel.schedule import ScheduleRunner, StepCalls, StepShape, check_schedule
 from hf_codraft.parallel.stages import PolicyStage
+from hf_codraft.taps.transports.relay import Relay
 
 STAGE_INPUTS = ("attention_mask", "position_ids")
 
@@ -302,6 +303,7 @@ class PolicyPipeline:
         batch: Mapping[str, torch.Tensor],
         loss: Callable[[torch.Tensor, Microbatch], torch.Tensor] | None,
         observe: Callable[[int, Microbatch, torch.Tensor], None] | None,
+        relay: Relay | None = None,
     ) -> list[torch.Tensor]:
         is_training = loss is not None
         microbatches, inputs = self._cut(batch)
@@ -328,6 +330,7 @@ class PolicyPipeline:
             ),
             forward=forward,
             loss=None if loss is None else lambda output, index: loss(own_rows(output, index), microbatches[index]),
+            relay=relay,
         )
         num_rows, length = inputs[0]["input_ids"].shape
         shape = StepShape(num_rows, length, self.hidden_size, self.activation_dtype, is_training)
@@ -338,7 +341,7 @@ class PolicyPipeline:
         batch: Mapping[str, torch.Tensor],
         loss_function: LossFunction,
         *,
-        before_schedule: Callable[[], None] | None = None,
+        before_schedule: Callable[[], Relay | None] | None = None,
         after_forward: ForwardObserver | None = None,
         after_schedule: Callable[[], None] | None = None,
     ) -> torch.Tensor:
@@ -353,7 +356,8 @@ class PolicyPipeline:
                 they don't divide evenly, the first microbatches have one more.
             loss_function (callable): `loss_function(hidden_BSH, stage, microbatch)` gives a scalar; called on the last
                 stage with its final hidden state. See [`next_token_loss`].
-            before_schedule (callable, *optional*): called once all ranks have agreed on the batch, so it may be collective.
+            before_schedule (callable, *optional*): called once all ranks have agreed on the batch, so it may be collective. It
+                may return a [`Relay`] of taps for the stages to hand on beside their hidden states.
             after_forward (callable, *optional*): `after_forward(current, output)` inside the schedule, right after each
                 stage's forward (on the last stage, before the loss). `output` has filling rows too, see
                 [`CurrentForward`].
@@ -377,13 +381,12 @@ class PolicyPipeline:
                 after_forward(CurrentForward(stage, microbatch.index, microbatch.num_rows), output)
 
         with self._step(batch, is_training=True):
-            if before_schedule is not None:
-                before_schedule()
+            relay = None if before_schedule is None else before_schedule()
             tied, _ = self._tied()
             earlier = None
             if tied is not None:  # the copies' sum must not count what earlier steps have summed already
                 earlier, tied.grad = tied.grad, None
-            losses = self._run(batch, loss, observe)
+            losses = self._run(batch, loss, observe, relay)
             if after_schedule is not None:
                 after_schedule()
             self._sum_tied_gradient(earlier)

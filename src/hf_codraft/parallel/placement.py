@@ -26,6 +26,7 @@ from hf_codraft.taps.channel import TapChannel, TapRoute
 from hf_codraft.taps.packed import PolicyWeights
 from hf_codraft.taps.recorder import Taps, tap_hooks
 from hf_codraft.taps.slots import check_num_slots, place_draft
+from hf_codraft.taps.transports.relay import Relay
 
 
 class PipelineDraft:
@@ -110,10 +111,10 @@ class PipelineDraft:
         return checked_slots
 
     def _own_problem(self, transport: str, may_run: bool) -> str | None:
-        if transport == "relay":
+        if transport == "relay" and self.placement == "spread":
             return (
-                "transport='relay' needs stages that hand taps on beside their activations, which PolicyPipeline's do not; "
-                "use 'auto'."
+                "transport='relay' carries taps to the last stage alone, and placement 'spread' needs them everywhere; use "
+                "transport 'auto', or placement 'last_deferred'."
             )
         if may_run and self.learner is None:
             return f"learner is None, but this rank may run the draft (placement {self.placement!r}); pass one."
@@ -237,7 +238,7 @@ class PipelineDraft:
         channel: TapChannel | None = None  # of this step, once it has begun
         microbatches: list[Microbatch] = []
 
-        def before_schedule() -> None:
+        def before_schedule() -> Relay | None:
             nonlocal channel, microbatches
             microbatches = self.pipeline.microbatches(batch)
             channel = self._open_channel(microbatches[0].rows["input_ids"].numel() * self.pipeline.hidden_size)
@@ -245,6 +246,7 @@ class PipelineDraft:
                 self._refresh_weights()
                 self._is_stale = False
             channel.begin_step(next(self._step_ids), len(microbatches))
+            return channel.relay()
 
         def publish(tap_id: int, tensor: torch.Tensor) -> None:
             current = self.pipeline.current_forward

@@ -1,6 +1,6 @@
 """torch's pipeline schedules with static shapes; the one file that touches private fields of that package.
 
-Read against torch 2.13. What is private here: `_user_meta`, `_inference_mode`, `_prepare_forward_infra`,
+Read against torch 2.13. What is private here: `forward_maybe_with_nosync`, `_user_meta`, `_inference_mode`, `_prepare_forward_infra`,
 `_prepare_backward_infra` and the schedules' "initialized" flags: left to itself torch finds shapes out with an additional
 real forward, which would fire hooks and call the loss on garbage, and never looks again when the batch's shape changes.
 """
@@ -29,6 +29,7 @@ from torch.distributed.pipelining.schedules import (
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from hf_codraft.taps.slots import Action
+from hf_codraft.taps.transports.relay import Relay
 
 TRAINING_SCHEDULES = ("1F1B", "Interleaved1F1B")
 
@@ -150,6 +151,10 @@ class StepShape:
     dtype: torch.dtype
     is_training: bool
 
+    @property
+    def hidden(self) -> tuple[int, int, int]:
+        return self.num_rows, self.length, self.hidden_size
+
 
 @dataclass(frozen=True)
 class StepCalls:
@@ -159,11 +164,13 @@ class StepCalls:
         inputs (callable): `inputs(microbatch)` gives the token ids and the keyword arguments of a stage's forward.
         forward (callable): `forward(stage, microbatch, compute)` calls `compute()` for the stage's output and returns it.
         loss (callable, *optional*): `loss(output, microbatch)`, on the last stage; `None` in forward-only passes.
+        relay ([`Relay`], *optional*): taps that ride behind the hidden states.
     """
 
     inputs: Callable[[int], tuple[torch.Tensor, dict[str, torch.Tensor]]]
     forward: Callable[[int, int, Callable[[], torch.Tensor]], torch.Tensor]
     loss: Callable[[torch.Tensor, int], torch.Tensor] | None
+    relay: Relay | None = None
 
 
 class _Stage(PipelineStage):
@@ -183,6 +190,11 @@ class _Stage(PipelineStage):
 
     def forward_one_chunk(self, fwd_chunk_id, args, kwargs=None, save_forward_output=True):
         return self._runner.forward(self.stage_index, fwd_chunk_id, super().forward_one_chunk)
+
+    def forward_maybe_with_nosync(self, hidden, *received, **kwargs):
+        output = super().forward_maybe_with_nosync(hidden, **kwargs)
+        behind = self._runner.pass_on(self.stage_index, received)
+        return (output, *behind) if behind else output
 
     def backward_one_chunk(self, *args, **kwargs):
         try:
@@ -217,7 +229,9 @@ class ScheduleRunner:
         self._num_stages = num_stages
         self._num_microbatches = num_microbatches
         self._shape: StepShape | None = None
+        self._num_relayed: list[int] = []  # tensors behind the hidden state, into each stage
         self._calls: StepCalls | None = None
+        self._microbatch: int | None = None  # of the forward under way
         self._stages = [
             _Stage(self, module, pipeline_rank + local * num_ranks, num_stages, device, group)
             for local, module in enumerate(modules)
@@ -247,36 +261,48 @@ class ScheduleRunner:
                 output = original(microbatch, (input_ids,), keywords, save_forward_output=False)
             except RuntimeError as error:
                 raise _cause(error, "failed to run forward") from None
-            self._check_output(stage, output)
-            return output
+            finally:
+                self._microbatch = None
+            sent = output if isinstance(output, tuple) else (output,)
+            for tensor in sent:
+                self._check_output(stage, tensor)
+            return sent[0]
 
+        self._microbatch = microbatch
         return self._calls.forward(stage, microbatch, compute)
+
+    def pass_on(self, stage: int, received: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """What goes behind the hidden state that a stage has just computed; `received` came behind the one before."""
+        assert self._calls is not None and self._microbatch is not None
+        relay = self._calls.relay
+        return () if relay is None else relay.pass_on(stage, self._microbatch, received)
 
     def _check_output(self, stage: int, output: torch.Tensor) -> None:
         """The receiver's buffer has a fixed shape and type; bytes of another would arrive as garbage, without an error."""
         assert self._shape is not None
-        expected = (self._shape.num_rows, self._shape.length, self._shape.hidden_size)
-        if stage == self._num_stages - 1 or (output.dtype == self._shape.dtype and output.shape == expected):
+        expected, dtype = self._shape.hidden, self._shape.dtype
+        if stage == self._num_stages - 1 or (output.dtype == dtype and output.shape == expected):
             return
-        advice = (
-            "" if output.dtype == self._shape.dtype else f" Pass activation_dtype={output.dtype} if that is meant."
-        )
+        advice = "" if output.dtype == dtype else f" Pass activation_dtype={output.dtype} if that is meant."
         raise ValueError(
             f"stage {stage} returned {tuple(output.shape)} of {output.dtype}; the next stage expects {expected} of "
-            f"{self._shape.dtype}.{advice}"
+            f"{dtype}.{advice}"
         )
 
-    def _set_shape(self, shape: StepShape) -> None:
-        if shape == self._shape:
+    def _set_shape(self, shape: StepShape, relay: Relay | None) -> None:
+        num_relayed = [0 if relay is None else relay.num_into(stage) for stage in range(self._num_stages)]
+        if (shape, num_relayed) == (self._shape, self._num_relayed):
             return
-        hidden = torch.empty(
-            shape.num_rows, shape.length, shape.hidden_size, dtype=shape.dtype, device="meta",
-            requires_grad=shape.is_training,
-        )  # fmt: skip
+        hidden = torch.empty(*shape.hidden, dtype=shape.dtype, device="meta", requires_grad=shape.is_training)
         tokens = torch.empty(shape.num_rows, shape.length, dtype=torch.long, device="meta")
+
+        def into(stage: int) -> tuple:
+            return extract_tensor_metas((hidden, *[hidden.detach()] * num_relayed[stage]))
+
         for stage in self._stages:
-            inputs = extract_tensor_metas((tokens if stage.is_first else hidden,))
-            stage._user_meta = _StageMeta(inputs=inputs, outputs=extract_tensor_metas((hidden,)))
+            inputs = extract_tensor_metas((tokens,)) if stage.is_first else into(stage.stage_index)
+            outputs = extract_tensor_metas((hidden,)) if stage.is_last else into(stage.stage_index + 1)
+            stage._user_meta = _StageMeta(inputs=inputs, outputs=outputs)
             stage._inference_mode = InferenceMode.STATIC
             stage.has_backward = shape.is_training
             stage.args_recv_info.clear()
@@ -289,11 +315,11 @@ class ScheduleRunner:
             prefix = "_stages" if isinstance(schedule, PipelineScheduleMulti) else "_stage"
             setattr(schedule, f"{prefix}_forward_initialized", True)
             setattr(schedule, f"{prefix}_backward_initialized", schedule is self._training)
-        self._shape = shape
+        self._shape, self._num_relayed = shape, num_relayed
 
     def run(self, shape: StepShape, calls: StepCalls) -> list[torch.Tensor]:
         """Runs one step and returns the losses by microbatch, on the last stage's rank; elsewhere, or forward-only, none."""
-        self._set_shape(shape)
+        self._set_shape(shape, calls.relay)
         schedule = self._training if shape.is_training else self._forward_only
         # Stage inputs come from `calls`, so torch gets nothing to cut but the microbatches' numbers for the loss.
         target = torch.arange(self._num_microbatches) if shape.is_training else None

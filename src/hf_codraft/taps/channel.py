@@ -39,7 +39,7 @@ from hf_codraft.taps.transports.device import CudaLayer, DeviceLayer, export_pro
 from hf_codraft.taps.transports.gloo import GlooTransport
 from hf_codraft.taps.transports.local import LocalRing
 from hf_codraft.taps.transports.nccl import NcclTransport
-from hf_codraft.taps.transports.relay import RelayTransport
+from hf_codraft.taps.transports.relay import Relay, RelayTransport
 from hf_codraft.taps.transports.shm import ShmTransport, shared_memory_problem
 
 __all__ = [
@@ -286,6 +286,13 @@ class TapChannel:
             if num_microbatches < 1:
                 raise TapProtocolError(f"rank {self.rank}: num_microbatches ({num_microbatches}) must be at least 1.")
             self._step = _Step(step_id, num_microbatches)
+
+    def relay(self) -> Relay | None:
+        """What the pipeline has to carry in the open step; `None` for a transport with a way of its own."""
+        step, _ = self._open_step("relay()")
+        if not isinstance(self.transport, RelayTransport):
+            return None
+        return Relay(self.transport, step.step_id, step.num_microbatches)
 
     def publish(self, microbatch: int, tap_id: int, tensor: torch.Tensor) -> None:
         """Sends a tap of this rank on its way; waits only while the ring is full.

@@ -1,7 +1,7 @@
 """Taps that ride on the pipeline's own activations, as detached extra outputs of its stages; the fallback.
 
 A stage returns its hidden state followed by the taps of all stages up to its own, which the schedule sends on like any
-activation:
+activation, without a gradient:
 
     stage 0                stage 1                      stage 2 (the sink)
     (hidden, tap 0) -----> (hidden, tap 0, tap 3) ----> keeps both
@@ -11,6 +11,7 @@ inside the last stage can read them.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -42,6 +43,7 @@ class RelayTransport:
 
     def __init__(self, routes: Sequence[TapRoute], *, rank: int, sink_rank: int):
         self.routes, self.rank, self.sink_rank = tuple(routes), rank, sink_rank
+        self.last_stage = max(route.owner_stage for route in routes)
         self._rings: dict[RingKey, LocalRing] = {}
         self._num_delivered = 0
 
@@ -105,3 +107,29 @@ class RelayTransport:
 
     def close(self) -> None:
         self._rings.clear()
+
+
+@dataclass(frozen=True)
+class Relay:
+    """What a pipeline carries beside the hidden states of one step; made by `TapChannel.relay`, called by `parallel.schedule`."""
+
+    transport: RelayTransport
+    step: int
+    num_microbatches: int
+
+    def num_into(self, stage: int) -> int:
+        """Tensors that a stage receives behind its hidden state, each of the hidden state's shape."""
+        return len(carried_into(self.transport.routes, stage, sink_rank=self.transport.sink_rank))
+
+    def pass_on(self, stage: int, microbatch: int, received: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """What a stage sends behind its hidden state, once it has published its taps; the last stage keeps what it received.
+
+        Raises:
+            TapProtocolError: if a tap is missing, or another microbatch's.
+        """
+        if stage != self.transport.last_stage:
+            return self.transport.outputs(stage, microbatch=microbatch, received=received)
+        self.transport.deliver(
+            received, stage=stage, step=self.step, microbatch=microbatch, num_microbatches=self.num_microbatches
+        )
+        return ()
