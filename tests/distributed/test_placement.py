@@ -11,6 +11,7 @@ import signal
 import time
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -502,7 +503,9 @@ def test_a_killed_rank_ends_the_others_within_seconds_and_leaves_nothing(tmp_pat
     stopped_at_s = float((tmp_path / "stopped").read_text())
     assert outcomes[1].error == "died"
     for rank in (0, 2):
-        assert outcomes[rank].error and outcomes[rank].ended_at_s - stopped_at_s < 10.0, outcomes[rank]
+        assert outcomes[rank].error in ("PeerLost", "TapPeerLost"), outcomes[rank]
+        assert "rank(s) [1" in outcomes[rank].text or "rank 1" in outcomes[rank].text, outcomes[rank]
+        assert outcomes[rank].ended_at_s - stopped_at_s < 10.0, outcomes[rank]
     assert shared_files() <= before
 
 
@@ -512,9 +515,42 @@ def test_a_frozen_rank_is_named_by_the_timeout_of_the_tap_that_waits_for_it(tmp_
     outcomes = outcomes_of(stops_in_step, 3, 2, signal.SIGSTOP, "last_inside", 1, tmp_path, absent=(2,))
     stopped_at_s = float((tmp_path / "stopped").read_text())
     for rank in (0, 1):
-        assert outcomes[rank].error in ("TapTimeout", "TapPeerLost", "RuntimeError"), outcomes[rank]
+        assert outcomes[rank].error in ("TapTimeout", "TapPeerLost", "PeerLost"), outcomes[rank]
         # the tap's 4 s, and what the process that timed out takes to end
         assert outcomes[rank].ended_at_s - stopped_at_s < 90.0  # on a busy machine too
     texts = [outcomes[rank].text for rank in (0, 1) if outcomes[rank].error == "TapTimeout"]
     assert any("waits for rank 2 to release room: waited" in text for text in texts), outcomes
     assert shared_files() <= before
+
+
+def stops_without_taps(rank, signal_number, is_training):
+    """The last rank stops in a stage's forward of its second step; the group waits for 5 s."""
+    group = dist.new_group(timeout=timedelta(seconds=5))
+    pipeline = make_pipeline(families.policy("llama"), Setting(num_stages=3), group)
+
+    def step():
+        if is_training:
+            pipeline.train_step(families.batch(8, 12), next_token_loss)
+        else:
+            evaluate(pipeline)
+
+    step()
+    if rank == 2:
+        stage = pipeline.stages[0].anatomy.decoder.rotary_emb
+        stage.register_forward_hook(lambda *args: os.kill(os.getpid(), signal_number))
+    step()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_training", [True, False], ids=["training", "forward-only"])
+def test_a_pipeline_without_a_draft_names_the_rank_that_ended_or_stands_still(is_training):
+    what = "a training step" if is_training else "a forward-only pass"
+    outcomes = outcomes_of(stops_without_taps, 3, signal.SIGKILL, is_training)
+    for rank in (0, 1):
+        assert outcomes[rank].error == "PeerLost", outcomes[rank]
+        assert outcomes[rank].text.startswith(f"rank {rank} lost the others in {what}: rank(s) ["), outcomes[rank]
+    assert "rank(s) [2] ended, killed or with an error" in outcomes[1].text
+    outcomes = outcomes_of(stops_without_taps, 3, signal.SIGSTOP, is_training, absent=(2,))
+    for rank in (0, 1):
+        assert outcomes[rank].error == "PeerLost", outcomes[rank]
+    assert "rank(s) [2] are stopped, by a signal or a debugger" in outcomes[1].text

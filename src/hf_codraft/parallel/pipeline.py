@@ -13,6 +13,7 @@ from torch import distributed as dist
 
 from hf_codraft.parallel.schedule import ScheduleRunner, StepCalls, StepShape, check_schedule
 from hf_codraft.parallel.stages import PolicyStage
+from hf_codraft.taps.peers import Peers
 from hf_codraft.taps.transports.relay import Relay
 
 STAGE_INPUTS = ("attention_mask", "position_ids")
@@ -121,6 +122,7 @@ class PolicyPipeline:
         self.hidden_size = self.stages[0].anatomy.model.config.hidden_size
         self._current: CurrentForward | None = None
         self._failure: str | None = None
+        self.peers = Peers(self.group)
         self._runner = ScheduleRunner(
             self.stages,
             self.plan.num_stages,
@@ -268,12 +270,13 @@ class PolicyPipeline:
                 f"an earlier step of this pipeline failed ({self._failure}); its transfers may still be under way. Start "
                 "again with new process groups."
             )
-        self._agree_on_step(batch, is_training)
-        try:
-            yield
-        except BaseException as error:
-            self._failure = f"{type(error).__name__}: {error}"[:200]
-            raise
+        with self.peers.naming("a training step" if is_training else "a forward-only pass"):
+            self._agree_on_step(batch, is_training)
+            try:
+                yield
+            except BaseException as error:
+                self._failure = f"{type(error).__name__}: {error}"[:200]
+                raise
 
     def _agree_on_step(self, batch: Mapping[str, torch.Tensor], is_training: bool) -> None:
         """Every rank must be about to run the same step: buffers of another size would be filled without an error."""
@@ -369,6 +372,7 @@ class PolicyPipeline:
 
         Raises:
             ValueError: on all ranks, for a batch that can't be cut or differs between ranks.
+            PeerLost: if another rank ended or stands still; says which, where it can be seen from here.
         """
 
         def loss(hidden_BSH: torch.Tensor, microbatch: Microbatch) -> torch.Tensor:

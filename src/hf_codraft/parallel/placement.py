@@ -292,7 +292,8 @@ class PipelineDraft:
             except RuntimeError as error:  # ranks without a learner must hear of it
                 failure = error
         outcome = [(report, None if failure is None else str(failure))]
-        dist.broadcast_object_list(outcome, group=self.pipeline.group, group_src=self.pipeline.num_ranks - 1)
+        with self.pipeline.peers.naming("the draft's step"):
+            dist.broadcast_object_list(outcome, group=self.pipeline.group, group_src=self.pipeline.num_ranks - 1)
         report, problem = outcome[0]
         if problem is not None:
             raise failure or RuntimeError(problem)

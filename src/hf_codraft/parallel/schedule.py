@@ -1,8 +1,9 @@
 """torch's pipeline schedules with static shapes; the one file that touches private fields of that package.
 
-Read against torch 2.13. What is private here: `forward_maybe_with_nosync`, `_user_meta`, `_inference_mode`, `_prepare_forward_infra`,
-`_prepare_backward_infra` and the schedules' "initialized" flags: left to itself torch finds shapes out with an additional
-real forward, which would fire hooks and call the loss on garbage, and never looks again when the batch's shape changes.
+Read against torch 2.13. What is private here: `forward_maybe_with_nosync`, `_user_meta`, `_inference_mode`,
+`_prepare_forward_infra`, `_prepare_backward_infra` and the schedules' "initialized" flags: left to itself torch finds shapes
+out with an additional real forward, which would fire hooks and call the loss on garbage, and never looks again when the
+batch's shape changes.
 """
 
 from collections.abc import Callable, Mapping, Sequence

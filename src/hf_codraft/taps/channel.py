@@ -9,13 +9,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from time import monotonic
 from types import TracebackType
 
 import torch
 from torch import distributed as dist
 
+from hf_codraft.taps.peers import host_identity
 from hf_codraft.taps.protocol import (
     DTYPES,
     MAX_DIMS,
@@ -219,15 +219,10 @@ class TapChannel:
         return ""
 
     def _look_round(self, group: dist.ProcessGroup) -> Surroundings:
-        # Process ids are compared too: shared memory and the watch over peers go through them.
-        host = (
-            Path("/proc/sys/kernel/random/boot_id").read_text(),
-            Path("/proc/self/ns/pid").readlink(),
-        )
         is_cuda = self.device.type == "cuda"
         if is_cuda and self._layer is None:
             self._layer = CudaLayer(self.device)
-        num_hosts = len(set(gather_objects(host, group)))
+        num_hosts = len(set(gather_objects(host_identity(), group)))
         shm_problem = shared_memory_problem(group) if num_hosts == 1 else ""
         probes = gather_objects(export_probe(self._layer), group)
         ipc_problems = [problem for _, problem in probes if problem]

@@ -14,13 +14,13 @@ aligned store, so a sink that sees the number sees the rest. `shared_memory_prob
 import mmap
 import os
 import platform
-import select
 import time
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import distributed as dist
 
+from hf_codraft.taps.peers import Peers
 from hf_codraft.taps.protocol import (
     HEADER_BYTES,
     HEADER_WORDS,
@@ -57,7 +57,12 @@ class SharedMemory:
         self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
         control_bytes = 8 * _LINE_WORDS * (1 + self.num_ranks) + _ABORT_TEXT_BYTES
         self._map = self._map_on_all(group, control_bytes + max(num_bytes, 8))
-        self._watch(gather_objects(os.getpid(), group))
+        self._peers = Peers(group)
+        if any(gather_objects(bool(self._peers.unseen), group)):
+            self._peers.close()
+            raise TapError(
+                "a rank can't watch the others' processes (pidfd_open), whose death it would then not notice"
+            )
         view = memoryview(self._map)
         self._control = view[: control_bytes - _ABORT_TEXT_BYTES].cast("q")
         self._abort_text = view[control_bytes - _ABORT_TEXT_BYTES : control_bytes]
@@ -85,13 +90,6 @@ class SharedMemory:
             raise TapError("; ".join(problems))
         return mapped
 
-    def _watch(self, pids: Sequence[int]) -> None:
-        # A killed process stays visible to kill(pid, 0) until its parent reaps it; its pidfd becomes readable at once.
-        self._poll = select.poll()
-        self._rank_of_pidfd = {os.pidfd_open(pid): rank for rank, pid in enumerate(pids) if rank != self.rank}
-        for descriptor in self._rank_of_pidfd:
-            self._poll.register(descriptor, select.POLLIN)
-
     def abort(self, reason: str) -> None:
         if not self._control[0]:
             text = reason.encode()[: _ABORT_TEXT_BYTES - 1]
@@ -101,10 +99,7 @@ class SharedMemory:
     def close(self) -> None:
         """Says goodbye, so that this process may exit without being taken for a lost one."""
         self._control[_LINE_WORDS * (1 + self.rank)] = 1
-        for descriptor in self._rank_of_pidfd:
-            os.close(descriptor)
-        self._rank_of_pidfd = {}
-        self._poll = select.poll()
+        self._peers.close()
 
     def check_peers(self) -> None:
         """
@@ -114,8 +109,7 @@ class SharedMemory:
         if self._control[0] and self._control[0] != self.rank + 1:
             text = bytes(self._abort_text).rstrip(b"\0").decode(errors="replace")
             raise TapPeerLost(f"rank {self._control[0] - 1} aborted: {text}")
-        for descriptor, _ in self._poll.poll(0):
-            rank = self._rank_of_pidfd[descriptor]
+        for rank in self._peers.ended():
             if not self._control[_LINE_WORDS * (1 + rank)]:
                 raise TapPeerLost(f"the process of rank {rank} died")
 
