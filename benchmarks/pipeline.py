@@ -34,7 +34,7 @@ RUN_TIMEOUT_S = 600
 SIMULATOR_TOLERANCE = 0.10
 SPREAD_AIM = 1 / 3
 ALONE, AGAIN = "no taps", "no taps (A/A)"
-TAPS = ("taps, shm", "taps, gloo")
+TAPS = ("taps, shm", "taps, gloo", "taps, relay")
 PLACED = ("last_inside", "last_deferred", "spread", "spread_balanced")
 VARIANTS = (ALONE, AGAIN, *TAPS, *PLACED)
 
@@ -194,7 +194,7 @@ class Rank:
             self.pipeline, learner, tap_ids=taps,
             placement={"spread_balanced": "spread"}.get(variant, variant) if variant in PLACED else "last_inside",
             sink_of_microbatch=self._balanced_sinks() if variant == "spread_balanced" else None,
-            transport="gloo" if variant == "taps, gloo" else "shm",
+            transport=variant.removeprefix("taps, ") if variant in TAPS else "shm",
         )  # fmt: skip
 
     def _balanced_sinks(self) -> list[int]:
@@ -231,11 +231,13 @@ class Rank:
 def rank_main(rank: int, num_ranks: int, scale: Scale, folder: str) -> None:
     import torch
     from torch import distributed as dist
+    from tqdm import tqdm
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/store", timedelta(seconds=120), num_ranks, rank)
     own, reports = Rank(rank, num_ranks, scale), []
-    for number in range(scale.warmup + scale.rounds):
+    rounds = tqdm(range(scale.warmup + scale.rounds), desc=f"{num_ranks} ranks", unit="round", disable=rank > 0)
+    for number in rounds:
         # Rotated, so that no variant always follows the same one.
         shift = number % len(VARIANTS)
         found = [own.step(variant) for variant in VARIANTS[shift:] + VARIANTS[:shift]]

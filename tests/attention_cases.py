@@ -1,6 +1,7 @@
 """Passes over a sharded trunk, as one case that threads and processes run and a dense softmax in fp64 judges.
 
-Used by `unit/attention/test_trunk.py` (ranks as threads) and `distributed/test_context_attention.py` (gloo).
+Used by `unit/attention/test_trunk.py` (ranks as threads) and `distributed/test_context_attention.py` (gloo); so are block
+drafts, at the end.
 """
 
 from collections.abc import Sequence
@@ -8,11 +9,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from hf_codraft.attention.block_draft import BlockTraffic, DraftBlocks, block_attention
 from hf_codraft.attention.layout import PackedLayout
 from hf_codraft.attention.plans import balanced_plan, contiguous_plan, segment_zigzag_plan, zigzag_plan
 from hf_codraft.attention.reference import reference_attention, visible_mask
 from hf_codraft.attention.shard import Shard
-from hf_codraft.attention.transport import LocalTransport, Transport, run_local_ranks
+from hf_codraft.attention.transport import LocalTransport, Sent, Transport, run_local_ranks
 from hf_codraft.attention.trunk import Trunk
 
 SCALE = 0.3
@@ -182,3 +184,63 @@ def assert_exact(case: TrunkCase, got: Sequence[torch.Tensor]) -> None:
             error_alone = (one_rank.double() - want).norm().item()
             assert error <= max(1.5 * error_alone, 2**-9 * norm), (case, number, error, error_alone, norm)
         assert norm > 0 or not ours.any(), (case, number)
+
+
+# Block drafts
+
+
+def block_inputs(blocks: DraftBlocks, *, heads: tuple[int, int] = (6, 2), head_dim: int = 8) -> list[torch.Tensor]:
+    """q, k, v, keys and values of the blocks, over the whole row, as fp64 leaves."""
+    generator = torch.Generator().manual_seed(0)
+    num_heads, num_kv_heads = heads
+    in_blocks, in_trunk = (len(blocks.anchors), blocks.num_slots), (blocks.layout.num_tokens,)
+    shapes = [(*in_blocks, num_heads), *2 * [(*in_trunk, num_kv_heads)], *2 * [(*in_blocks, num_kv_heads)]]
+    return [
+        torch.randn(*shape, head_dim, generator=generator, dtype=torch.float64).mul_(2).requires_grad_()
+        for shape in shapes
+    ]
+
+
+def owned_block_rows(blocks: DraftBlocks, rank: int) -> list[int]:
+    """Which of all blocks a rank holds."""
+    return [blocks.anchors.index(anchor) for anchor in blocks.owned(rank)]
+
+
+def run_block_rank(
+    blocks: DraftBlocks, tensors: Sequence[torch.Tensor], grad: torch.Tensor, transport: Transport, **options
+) -> tuple[torch.Tensor, list[torch.Tensor], Sent, Sent]:
+    """Output, gradients and traffic (forward, backward) of one rank; `options` are those of `block_attention`."""
+    layout = blocks.layout
+    shard, rows = Shard(layout, transport.rank, transport), owned_block_rows(blocks, transport.rank)
+    q, k, v, block_k, block_v = own = [
+        (layout.shard(x.detach(), transport.rank) if number in (1, 2) else x.detach()[rows]).requires_grad_()
+        for number, x in enumerate(tensors)
+    ]
+    transport.traffic.reset()
+    out = block_attention(
+        q, k, v, block_k_ASMD=block_k, block_v_ASMD=block_v, blocks=blocks, shard=shard, scale=SCALE, **options
+    )
+    forward = Sent(transport.traffic.num_bytes, transport.traffic.num_messages)
+    transport.traffic.reset()
+    out.backward(grad[rows].to(out.dtype))
+    backward = Sent(transport.traffic.num_bytes, transport.traffic.num_messages)
+    return out.detach(), [x.grad for x in own], forward, backward
+
+
+def join_blocks(
+    blocks: DraftBlocks, results: Sequence[tuple]
+) -> tuple[torch.Tensor, list[torch.Tensor], BlockTraffic]:
+    """What the ranks' [`run_block_rank`] found, over the whole row."""
+    layout = blocks.layout
+
+    def joined(parts, is_trunk):
+        if is_trunk:
+            return layout.unshard(parts)
+        order = torch.tensor(
+            [row for rank in range(layout.world) for row in owned_block_rows(blocks, rank)], dtype=torch.long
+        )
+        return torch.cat(parts)[order.argsort()]
+
+    out = joined([result[0] for result in results], False)
+    gradients = [joined([result[1][n] for result in results], n in (1, 2)) for n in range(5)]
+    return out, gradients, BlockTraffic(tuple(r[2] for r in results), tuple(r[3] for r in results))

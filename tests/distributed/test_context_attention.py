@@ -1,17 +1,29 @@
-"""Attention over trunks that lie on gloo ranks, and DDP around tiles, against one rank."""
+"""Attention over trunks and beside blocks that lie on gloo ranks, and DDP and FSDP2 around tiles, against one rank."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from attention_cases import MODES, PLANS, TrunkCase, assert_exact, join, run_rank
+from attention_cases import (
+    MODES,
+    PLANS,
+    TrunkCase,
+    assert_exact,
+    block_inputs,
+    join,
+    join_blocks,
+    run_block_rank,
+    run_rank,
+)
 from ranks import tiny_batch, tiny_draft, tiny_weights
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from hf_codraft.attention.block_draft import DraftBlocks
 from hf_codraft.attention.shard import Shard
-from hf_codraft.attention.transport import GroupTransport
+from hf_codraft.attention.transport import GroupTransport, run_local_ranks
 from hf_codraft.taps.packed import PackedBatch
 
 CASES = [TrunkCase(mode=mode, plan=plan, window=7) for mode, plan in zip(MODES, PLANS)]
@@ -19,7 +31,7 @@ ROWS = [(3, 9), (1, 14), (2, 3), (1, 1), (5, 2)]
 
 
 class DraftLoss(nn.Module):
-    """What DDP calls: a draft's loss in tiles."""
+    """What DDP and FSDP2 wrap: a draft's loss in tiles."""
 
     def __init__(self, draft):
         super().__init__()
@@ -29,19 +41,33 @@ class DraftLoss(nn.Module):
         return self.draft.compute_loss(batch, tiny_weights(), num_passes=num_passes, chunk_size=5).loss
 
 
+def blocks_of(world: int) -> DraftBlocks:
+    return DraftBlocks(PLANS["zigzag"]((0, 21, 22, 40), world), (0, 3, 4, 17, 20, 21, 30, 39), 3)
+
+
+def gradients_of(wrap, batch, num_passes: int) -> list[torch.Tensor]:
+    """Of a draft that `wrap` has given hooks."""
+    model = DraftLoss(tiny_draft())
+    wrapped = wrap(model)  # named, since DDP's hooks die with it
+    wrapped(batch, num_passes).backward()
+    world = dist.get_world_size()  # both wrappers take the mean
+    grads = [parameter.grad for parameter in model.parameters()]
+    return [(grad.full_tensor() if hasattr(grad, "full_tensor") else grad) * world for grad in grads]
+
+
 def all_cases(rank: int):
     transport, world = GroupTransport(), dist.get_world_size()
     trunks = [run_rank(replace(case, world=world), transport) for case in CASES]
+    blocks = blocks_of(world)
+    tensors, grad = block_inputs(blocks), torch.ones(len(blocks.anchors), blocks.num_slots, 6, 8, dtype=torch.float64)
+    hung = [run_block_rank(blocks, tensors, grad, transport, route=route) for route in ("keys", "queries")]
     batch, gradients = tiny_batch(ROWS), []
     layout = PLANS["zigzag"](batch.layout.cu_seqlens, world)
     fields = (batch.token_ids_T, batch.supervised_T, batch.taps_TX, batch.hidden_TH)
     own = PackedBatch(Shard(layout, rank, transport), *(layout.shard(x, rank) for x in fields))
     for num_passes in (1, 3, 7):
-        model = DraftLoss(tiny_draft())
-        wrapped = DistributedDataParallel(model)  # named, since its hooks die with it
-        wrapped(own, num_passes).backward()
-        gradients.append([parameter.grad * world for parameter in model.parameters()])  # DDP's is the mean
-    return trunks, gradients
+        gradients.append([gradients_of(wrap, own, num_passes) for wrap in (DistributedDataParallel, fully_shard)])
+    return trunks, hung, gradients
 
 
 @pytest.mark.slow
@@ -50,11 +76,19 @@ def test_gloo_ranks_equal_one_rank(run_ranks, world):
     by_rank = run_ranks(all_cases, world)
     for number, case in enumerate(CASES):
         split = replace(case, world=world)
-        assert_exact(split, join(split, [trunks[number] for trunks, _ in by_rank]))
+        assert_exact(split, join(split, [trunks[number] for trunks, _, _ in by_rank]))
+    one = blocks_of(1)
+    tensors, grad = block_inputs(one), torch.ones(len(one.anchors), one.num_slots, 6, 8, dtype=torch.float64)
+    out, grads, _ = join_blocks(one, run_local_ranks(lambda t: run_block_rank(one, tensors, grad, t), 1))
+    for number in range(2):
+        found, found_grads, _ = join_blocks(blocks_of(world), [hung[number] for _, hung, _ in by_rank])
+        for got, want in zip((found, *found_grads), (out, *grads), strict=True):
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
     for number, num_passes in enumerate((1, 3, 7)):
         draft = tiny_draft()
         loss = draft.compute_loss(tiny_batch(ROWS), tiny_weights(), num_passes=num_passes, chunk_size=None).loss
         wanted = torch.autograd.grad(loss, list(draft.parameters()))
-        for _, gradients in by_rank:
-            for got, want in zip(gradients[number], wanted, strict=True):
-                assert (got - want).norm() <= 1e-11 * want.norm().clamp(min=1e-9)
+        for _, _, gradients in by_rank:
+            for wrapped in gradients[number]:
+                for got, want in zip(wrapped, wanted, strict=True):
+                    assert (got - want).norm() <= 1e-11 * want.norm().clamp(min=1e-9)

@@ -34,7 +34,7 @@ class TiledPasses:
         shard ([`Shard`]): this rank's part of the row.
         rows (`torch.Tensor` of shape `(queries,)`, int64): ascending rows of this rank's tokens that query.
         tile_size (`int`): queries, or tokens to project, at a time.
-        scale, window, num_kept, kernel: see [`Trunk`].
+        scale, window, num_kept, max_kept_bytes, kernel: see [`Trunk`].
     """
 
     project: Project
@@ -45,6 +45,7 @@ class TiledPasses:
     scale: float
     window: int | None = None
     num_kept: int | None = None
+    max_kept_bytes: int | None = None
     kernel: str = "aten"
 
     def __post_init__(self) -> None:
@@ -99,7 +100,7 @@ class _TiledLoss(torch.autograd.Function):
             del parts
             trunk = Trunk(
                 k_TMD, v_TMD, shard=passes.shard, scale=passes.scale, window=passes.window, num_kept=passes.num_kept,
-                kernel=passes.kernel,
+                max_kept_bytes=passes.max_kept_bytes, kernel=passes.kernel,
             )  # fmt: skip
             queries = trunk.queries(passes.rows)
             loss_sum, statistics = torch.zeros((), dtype=torch.float32, device=k_TMD.device), None

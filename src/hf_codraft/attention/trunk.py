@@ -15,6 +15,7 @@ is differentiated with the joint output and log-sum-exp (`kernels.differentiate_
 return once.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ from hf_codraft.attention.kernels import (
     sum_groups,
 )
 from hf_codraft.attention.layout import PackedLayout, Run
-from hf_codraft.attention.merge import empty_part, merge_, stat_zeros
+from hf_codraft.attention.merge import empty_part, merge_, stat_dtype, stat_zeros
 from hf_codraft.attention.shard import Shard
 
 
@@ -81,7 +82,9 @@ class Trunk:
         window (`int`, *optional*): sliding window; a query sees itself and `window - 1` tokens before it.
         route (`str`): `"direct"`, or `"ring"` for the published scheme (nothing is kept then).
         num_kept (`int`, *optional*): of how many other ranks, nearest first, the keys are kept for all passes (and their
-            gradients returned once); the others' come anew in every pass. All by default; see [`num_kept_within`].
+            gradients returned once); the others' come anew in every pass. All by default.
+        max_kept_bytes (`int`, *optional*): instead of `num_kept`: as many as fit into so many bytes on the fullest rank (see
+            [`num_kept_within`]). The same on every rank.
         kernel (`str`): see `kernels`.
     """
 
@@ -95,10 +98,13 @@ class Trunk:
         window: int | None = None,
         route: str = "direct",
         num_kept: int | None = None,
+        max_kept_bytes: int | None = None,
         kernel: str = "aten",
     ):
         if route not in ROUTES:
             raise ValueError(f"route must be one of {ROUTES}, got {route!r}.")
+        if max_kept_bytes is not None and (num_kept is not None or route == "ring"):
+            raise ValueError("max_kept_bytes decides num_kept of route 'direct'; leave num_kept out.")
         if len(k_TMD) != shard.num_tokens or k_TMD.shape != v_TMD.shape:
             raise ValueError(
                 f"k_TMD {tuple(k_TMD.shape)} and v_TMD {tuple(v_TMD.shape)} must have one shape and a row for each of this "
@@ -106,6 +112,8 @@ class Trunk:
             )
         check_kernel(kernel, k_TMD)
         others = shard.layout.world - 1
+        if max_kept_bytes is not None:
+            num_kept = self._num_kept_within(max_kept_bytes, k_TMD, shard, window)
         self.shard, self.scale, self.window, self.route, self.kernel = shard, scale, window, route, kernel
         self.num_kept = 0 if route == "ring" else others if num_kept is None else min(max(num_kept, 0), others)
         self.exchange = KeyExchange(shard, window=window)
@@ -113,6 +121,16 @@ class Trunk:
         self._kept = list(self.exchange.fetch(self.k_TMD, self.v_TMD, range(1, self.num_kept + 1)))
         self._gradients: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         self._opened = _OpenTrunk.apply(k_TMD, v_TMD, self)
+
+    @staticmethod
+    def _num_kept_within(budget_bytes: int, k_TMD: torch.Tensor, shard: Shard, window: int | None) -> int:
+        bytes_per_token = (
+            2 * k_TMD.shape[1] * k_TMD.shape[2] * (k_TMD.element_size() + stat_dtype(k_TMD.dtype).itemsize)
+        )
+        num_kept = functools.partial(
+            num_kept_within, shard.layout, bytes_per_token=bytes_per_token, budget_bytes=budget_bytes, window=window
+        )
+        return shard.once(("kept within", bytes_per_token, budget_bytes, window), num_kept)
 
     def queries(self, rows: torch.Tensor | None = None) -> Queries:
         """Some of this rank's tokens as queries.

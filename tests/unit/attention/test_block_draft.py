@@ -4,15 +4,16 @@ import random
 
 import pytest
 import torch
+from attention_cases import SCALE, block_inputs, join_blocks, owned_block_rows, run_block_rank
 from torch.nn import functional as F
 
-from hf_codraft.attention.block_draft import BlockTraffic, DraftBlocks, block_attention, block_traffic, cheaper_route
+from hf_codraft.attention.block_draft import DraftBlocks, block_attention, block_traffic, cheaper_route
 from hf_codraft.attention.layout import PackedLayout, Piece
 from hf_codraft.attention.plans import balanced_plan, contiguous_plan, segment_zigzag_plan, zigzag_plan
 from hf_codraft.attention.shard import Shard
-from hf_codraft.attention.transport import Sent, run_local_ranks
+from hf_codraft.attention.transport import run_local_ranks
 
-SCALE, HEAD_DIM = 0.3, 8
+HEAD_DIM = 8
 PLANS = [contiguous_plan, zigzag_plan, segment_zigzag_plan, balanced_plan]
 LENGTHS = {
     "one token": [1],
@@ -59,59 +60,18 @@ def dense(tensors, mask) -> torch.Tensor:
     return torch.einsum("ansk,knd->asnd", prob, values)
 
 
-def inputs(blocks, *, heads=(6, 2), seed=0) -> list[torch.Tensor]:
-    """q, k, v, keys and values of the blocks, over the whole row, as fp64 leaves."""
-    generator = torch.Generator().manual_seed(seed)
-    num_heads, num_kv_heads = heads
-    in_blocks, in_trunk = (len(blocks.anchors), blocks.num_slots), (blocks.layout.num_tokens,)
-    shapes = [(*in_blocks, num_heads), *2 * [(*in_trunk, num_kv_heads)], *2 * [(*in_blocks, num_kv_heads)]]
-    return [
-        torch.randn(*shape, HEAD_DIM, generator=generator, dtype=torch.float64).mul_(2).requires_grad_()
-        for shape in shapes
-    ]
-
-
-def owned_rows(blocks, rank) -> list[int]:
-    return [blocks.anchors.index(anchor) for anchor in blocks.owned(rank)]
-
-
-def run(blocks, tensors, grad, *, is_causal=False, route="auto", kernel="aten"):
+def run(blocks, tensors, grad, **options):
     """Output, gradients and each rank's traffic (forward, backward) over all ranks of the layout."""
-    layout = blocks.layout
-
-    def one_rank(transport):
-        shard, rows = Shard(layout, transport.rank, transport), owned_rows(blocks, transport.rank)
-        q, k, v, block_k, block_v = own = [
-            (layout.shard(x.detach(), transport.rank) if number in (1, 2) else x.detach()[rows]).requires_grad_()
-            for number, x in enumerate(tensors)
-        ]
-        out = block_attention(
-            q, k, v, block_k_ASMD=block_k, block_v_ASMD=block_v, blocks=blocks, shard=shard, scale=SCALE,
-            is_causal=is_causal, route=route, kernel=kernel,
-        )  # fmt: skip
-        forward = Sent(transport.traffic.num_bytes, transport.traffic.num_messages)
-        transport.traffic.reset()
-        out.backward(grad[rows].to(out.dtype))
-        backward = Sent(transport.traffic.num_bytes, transport.traffic.num_messages)
-        return out.detach(), [x.grad for x in own], forward, backward
-
-    results = run_local_ranks(one_rank, layout.world, timeout_s=20)
-
-    def joined(parts, is_trunk):
-        if is_trunk:
-            return layout.unshard(parts)
-        order = torch.tensor(
-            [row for rank in range(layout.world) for row in owned_rows(blocks, rank)], dtype=torch.long
-        )
-        return torch.cat(parts)[order.argsort()]
-
-    out = joined([result[0] for result in results], False)
-    gradients = [joined([result[1][n] for result in results], n in (1, 2)) for n in range(5)]
-    return out, gradients, BlockTraffic(tuple(r[2] for r in results), tuple(r[3] for r in results))
+    results = run_local_ranks(
+        lambda transport: run_block_rank(blocks, tensors, grad, transport, **options),
+        blocks.layout.world,
+        timeout_s=20,
+    )
+    return join_blocks(blocks, results)
 
 
 def assert_equals_dense(blocks, *, heads=(6, 2), is_causal=False, route="auto", kernel="aten"):
-    tensors = inputs(blocks, heads=heads)
+    tensors = block_inputs(blocks, heads=heads)
     want = dense(tensors, seen_by(blocks, is_causal=is_causal))
     grad = torch.randn(want.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     wanted = torch.autograd.grad(want, tensors, grad)
@@ -183,7 +143,7 @@ def test_visible_pairs_are_covered_once_and_by_few_rectangles(window):
         blocks = DraftBlocks(layout, anchors, pick.randint(1, 5), includes_anchor=pick.random() < 0.5, window=window)
         covered = torch.zeros(len(anchors) * blocks.num_slots, layout.num_tokens, dtype=torch.long)
         for query_rank in range(layout.world):
-            numbers = torch.tensor(owned_rows(blocks, query_rank), dtype=torch.long)
+            numbers = torch.tensor(owned_block_rows(blocks, query_rank), dtype=torch.long)
             rows = (numbers[:, None] * blocks.num_slots + torch.arange(blocks.num_slots)).flatten()
             for key_rank in range(layout.world):
                 shapes = blocks.between(query_rank, key_rank)
@@ -211,7 +171,7 @@ def test_one_segment_needs_one_rectangle_an_anchor():
 def test_no_token_from_the_anchor_on_and_no_foreign_one_changes_a_block(token, route):
     layout = layout_of([20, 10], zigzag_plan, 3)
     blocks = DraftBlocks(layout, some_anchors(30, 0.6), 3)
-    tensors = inputs(blocks)
+    tensors = block_inputs(blocks)
     grad = torch.zeros_like(tensors[0])
     plain, *_ = run(blocks, tensors, grad, route=route)
     changed = [x.detach().clone() for x in tensors]
@@ -227,7 +187,7 @@ def test_no_token_from_the_anchor_on_and_no_foreign_one_changes_a_block(token, r
 def test_another_block_changes_nothing():
     layout = layout_of([20, 10], contiguous_plan, 2)
     blocks = DraftBlocks(layout, (3, 4, 12, 25), 3)
-    tensors = inputs(blocks)
+    tensors = block_inputs(blocks)
     grad = torch.zeros_like(tensors[0])
     plain, *_ = run(blocks, tensors, grad)
     changed = [x.detach().clone() for x in tensors]
@@ -252,7 +212,7 @@ def test_error_in_low_precision_grows_at_most_by_half_over_that_of_one_rank(dtyp
     lengths = [70, 41, 1, 16]
     split = DraftBlocks(layout_of(lengths, zigzag_plan, 4), some_anchors(128, 0.25), 4)
     whole = DraftBlocks(PackedLayout.from_lengths(lengths), split.anchors, 4)
-    tensors = [x.detach().to(dtype).requires_grad_() for x in inputs(split)]
+    tensors = [x.detach().to(dtype).requires_grad_() for x in block_inputs(split)]
     together, alone = (narrow_errors(blocks, tensors, world_route=route) for blocks in (split, whole))
     for ours, one_rank, x in zip(together, alone, [tensors[0], *tensors]):
         assert ours <= 1.5 * one_rank
@@ -261,7 +221,7 @@ def test_error_in_low_precision_grows_at_most_by_half_over_that_of_one_rank(dtyp
 
 def test_bf16_error_is_at_most_twice_that_of_sdpa():
     blocks = DraftBlocks(PackedLayout.from_lengths([70, 41, 1, 16]), some_anchors(128, 0.25), 4)
-    narrow = [x.detach().bfloat16().requires_grad_() for x in inputs(blocks)]
+    narrow = [x.detach().bfloat16().requires_grad_() for x in block_inputs(blocks)]
     ours = narrow_errors(blocks, narrow, world_route="auto")
     q, k, v, block_k, block_v = narrow
     mask = seen_by(blocks, is_causal=False)
@@ -285,12 +245,12 @@ def test_bf16_error_is_at_most_twice_that_of_sdpa():
 def test_autocast_does_not_round_what_it_was_not_asked_to():
     layout = layout_of([20, 10], zigzag_plan, 2)
     blocks = DraftBlocks(layout, some_anchors(30, 0.5), 3)
-    tensors = [x.detach().float().requires_grad_() for x in inputs(blocks)]
+    tensors = [x.detach().float().requires_grad_() for x in block_inputs(blocks)]
     grad = torch.ones_like(tensors[0])
     for route in ("keys", "queries"):
 
         def one_rank(transport, route=route):
-            rows = owned_rows(blocks, transport.rank)
+            rows = owned_block_rows(blocks, transport.rank)
             own = [layout.shard(x, transport.rank) if n in (1, 2) else x[rows] for n, x in enumerate(tensors)]
             with torch.autocast("cpu", torch.bfloat16):
                 return block_attention(
@@ -300,7 +260,7 @@ def test_autocast_does_not_round_what_it_was_not_asked_to():
 
         plain, *_ = run(blocks, tensors, grad, route=route)
         for rank, inside in enumerate(run_local_ranks(one_rank, 2)):
-            assert torch.equal(inside, plain[owned_rows(blocks, rank)])
+            assert torch.equal(inside, plain[owned_block_rows(blocks, rank)])
 
 
 def test_auto_sends_the_less():
@@ -310,7 +270,7 @@ def test_auto_sends_the_less():
     for blocks, want in ((few, "queries"), (many_short, "keys")):
         by_route = {route: block_traffic(blocks, route, **shape).total_bytes for route in ("keys", "queries")}
         assert cheaper_route(blocks, **shape) == want == min(by_route, key=by_route.get)
-    tensors = inputs(DraftBlocks(zigzag_plan((0, 60), 3), (40, 59), 2))
+    tensors = block_inputs(DraftBlocks(zigzag_plan((0, 60), 3), (40, 59), 2))
     blocks = DraftBlocks(zigzag_plan((0, 60), 3), (40, 59), 2)
     *_, traffic = run(blocks, tensors, torch.zeros_like(tensors[0]), route="auto")
     small = dict(num_heads=6, num_kv_heads=2, head_dim=HEAD_DIM, dtype=torch.float64)
@@ -342,7 +302,7 @@ def test_tensors_and_options_that_do_not_fit_are_refused():
         options = {"blocks": blocks, "shard": Shard(layout), "scale": SCALE} | options
         return block_attention(q, k, v, block_k_ASMD=block_k, block_v_ASMD=block_v, **options)
 
-    tensors = inputs(blocks)
+    tensors = block_inputs(blocks)
     assert call(*tensors).shape == tensors[0].shape
     for number, name in enumerate(["q_ASND", "k_TMD", "v_TMD", "block_k_ASMD", "block_v_ASMD"]):
         broken = [x[1:] if n == number else x for n, x in enumerate(tensors)]
@@ -366,9 +326,9 @@ def test_ranks_with_other_anchors_get_an_error_and_not_each_others_rows(route):
 
     def one_rank(transport):
         blocks = DraftBlocks(layout, (12, 13) if transport.rank else (12, 14), 3)
-        rows = owned_rows(blocks, transport.rank)
+        rows = owned_block_rows(blocks, transport.rank)
         q, k, v, block_k, block_v = (
-            layout.shard(x, transport.rank) if n in (1, 2) else x[rows] for n, x in enumerate(inputs(blocks))
+            layout.shard(x, transport.rank) if n in (1, 2) else x[rows] for n, x in enumerate(block_inputs(blocks))
         )
         shard = Shard(layout, transport.rank, transport)
         block_attention(

@@ -1,5 +1,9 @@
 """A draft's passes in tiles equal the same passes over the whole row at once, in loss and gradients."""
 
+import importlib.util
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from attention_cases import PLANS
@@ -13,6 +17,14 @@ from hf_codraft.taps.packed import PackedBatch
 
 WIDTH, HEADS, KV_HEADS, HEAD_DIM, NUM_PASSES, SCALE = 12, 6, 2, 4, 3, 0.5
 ROW = (0, 11, 12, 21)
+
+_benchmark = importlib.util.spec_from_file_location(
+    "context_parallel_benchmark", Path(__file__).parents[3] / "benchmarks" / "context_parallel.py"
+)
+_module = importlib.util.module_from_spec(_benchmark)
+sys.modules[_benchmark.name] = _module
+_benchmark.loader.exec_module(_module)
+LIVE_BYTES = _module.LiveBytes
 
 
 def parameters() -> list[torch.nn.Parameter]:
@@ -115,6 +127,42 @@ def test_an_eagle3_draft_on_sharded_rows_equals_one_rank(num_passes, plan):
         for number, gradient in enumerate(wanted):
             error = (sum(r[2][number] for r in results) - gradient).norm()
             assert error <= 1e-11 * gradient.norm().clamp(min=1e-9)
+
+
+def test_autocast_costs_tiles_no_more_precision_than_the_whole_row():
+    rows = [(3, 29), (1, 14), (5, 22)]
+    exact_draft, narrow = tiny_draft(), tiny_draft(exact=False)
+    narrow.load_state_dict(exact_draft.state_dict())
+    exact = exact_draft.compute_loss(tiny_batch(rows), tiny_weights(), num_passes=3, chunk_size=None).loss
+    wanted = torch.cat([x.flatten() for x in torch.autograd.grad(exact, list(exact_draft.parameters()))])
+    batch, policy = tiny_batch(rows, dtype=torch.float32), tiny_weights(dtype=torch.float32)
+    errors = {}
+    for chunk_size in (None, 7):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = narrow.compute_loss(batch, policy, num_passes=3, chunk_size=chunk_size).loss
+        grads = torch.autograd.grad(loss, list(narrow.parameters()))
+        assert all(grad.dtype == torch.float32 for grad in grads)
+        errors[chunk_size] = (torch.cat([x.flatten() for x in grads]) - wanted).norm() / wanted.norm()
+    assert 1e-4 < errors[None] < 0.1  # bf16 it was
+    assert errors[7] <= 1.5 * errors[None]
+
+
+def peak_bytes(draft, num_tokens: int, chunk_size: int | None) -> int:
+    """The most that tensors held at one time in a step, inputs and weights left out."""
+    batch, policy = tiny_batch([(1, num_tokens - 1)]), tiny_weights()
+    with LIVE_BYTES() as live:
+        loss = draft.compute_loss(batch, policy, num_passes=7, chunk_size=chunk_size).loss
+        torch.autograd.grad(loss, list(draft.parameters()))
+    return live.peak
+
+
+def test_tiles_hold_less_and_grow_less():
+    draft = tiny_draft()
+    peaks = {chunk: [peak_bytes(draft, tokens, chunk) for tokens in (400, 800)] for chunk in (None, 40)}
+    assert peaks[40][1] <= peaks[None][1] / 8
+    keys = 2 * 2 * 2 * 12 * 8  # keys, values and their gradients of one token, in fp64
+    assert (peaks[40][1] - peaks[40][0]) / 400 <= 3 * keys
+    assert (peaks[None][1] - peaks[None][0]) / 400 >= 20 * keys
 
 
 def test_a_tile_without_a_row_is_refused():

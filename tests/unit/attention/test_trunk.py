@@ -22,6 +22,7 @@ from attention_cases import (
 from torch.nn import functional as F
 
 from hf_codraft.attention.blocks import needed_keys
+from hf_codraft.attention.cost import Visibility
 from hf_codraft.attention.layout import PackedLayout, Piece
 from hf_codraft.attention.reference import visible_mask
 from hf_codraft.attention.shard import Shard
@@ -297,6 +298,27 @@ def test_what_is_kept_fits_the_budget_and_one_more_would_not(window):
         assert num_kept == 3 or spent(num_kept + 1) > budget
 
 
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_trunk_keeps_what_its_budget_allows(window):
+    """Tokens of 2 heads of 8 channels in bf16: 64 bytes of keys and values, 128 of their gradients."""
+    layout = PLANS["zigzag"]((0, 40, 43, 64), 4)
+    needed = [Visibility(layout, window=window).num_needed[rank][(rank - 1) % 4] for rank in range(4)]
+    found = {}
+    for budget in (0, 192 * max(needed) - 1, 192 * max(needed), 10**9):
+
+        def one_rank(transport, budget=budget):
+            k = torch.zeros(layout.num_local(transport.rank), 2, 8, dtype=torch.bfloat16)
+            shard = Shard(layout, transport.rank, transport)
+            return Trunk(k, k, shard=shard, scale=1.0, window=window, max_kept_bytes=budget).num_kept
+
+        by_rank = run_local_ranks(one_rank, 4)
+        assert by_rank == [num_kept_within(layout, bytes_per_token=192, budget_bytes=budget, window=window)] * 4
+        found[budget] = by_rank[0]
+    zero, below, at, all_kept = found.values()
+    assert (zero, below, all_kept) == (0, 0, 3)
+    assert at >= 1
+
+
 def test_tensors_and_options_that_do_not_fit_are_refused():
     shard = Shard(PackedLayout.from_lengths([4]))
     k = torch.zeros(4, 2, 8)
@@ -304,6 +326,9 @@ def test_tensors_and_options_that_do_not_fit_are_refused():
         Trunk(k, k, shard=shard, scale=1.0, route="tree")
     with pytest.raises(ValueError, match="a row for each of this rank's 4 tokens"):
         Trunk(k[1:], k[1:], shard=shard, scale=1.0)
+    for options in ({"num_kept": 1}, {"route": "ring"}):
+        with pytest.raises(ValueError, match="max_kept_bytes decides num_kept of route 'direct'"):
+            Trunk(k, k, shard=shard, scale=1.0, max_kept_bytes=0, **options)
     with pytest.raises(ValueError, match="must have one shape"):
         Trunk(k, k[:, :1], shard=shard, scale=1.0)
     with pytest.raises(ValueError, match="kernel must be one of"):
