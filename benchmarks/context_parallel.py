@@ -786,14 +786,14 @@ def print_tables(results: dict[str, list[dict]], scale: Scale) -> None:
     sizes = scale.sizes
     kind = f"{sizes.num_heads}/{sizes.num_kv_heads} heads x {sizes.head_dim}, fp32, D = {sizes.num_passes}"
     show(
-        f"Sent by all ranks, and memory of the fullest: {kind}",
+        f"Sent by all ranks, and memory of the fullest: {kind} (slopes over {scale.lengths[0]} tokens, which --json has too)",
         {
             "N": of("world"), "packing": of("packing"), "tokens": of("num_tokens"), "scheme": of("scheme"),
             "forward, MiB": of("forward_bytes", _mib), "backward, MiB": of("backward_bytes", _mib),
             "messages": of("messages"), "saved, MiB": of("saved_bytes", _mib), "B/token": of("saved_slope", _number),
             "peak, MiB": of("peak_bytes", _mib), "slope, B/token": of("peak_slope", _number),
         },
-        results["traffic"],
+        [row for row in results["traffic"] if row["num_tokens"] == scale.lengths[1]],
     )  # fmt: skip
     show(
         f"Memory of the fullest rank, documents of {scale.document} tokens: {kind}, V = {sizes.vocab}, tile {sizes.tile}",

@@ -10,6 +10,7 @@ would be busy. Schedule, transfers, tap transports and every wait are real. All 
 so that a slow minute of the machine hits all of them alike; a second series without taps (A/A) shows the noise.
 
 - ratio: step time over that of the same round without taps; median, with a 95 % bootstrap interval.
+- `spread` gives microbatch m to rank m mod P, `spread_balanced` is the default: more to ranks that are idle first.
 - placements: the step includes the draft's own optimizer step (sum of gradients, AdamW, weights borrowed anew).
 - simulated: `parallel.simulator` with the busy times measured in these runs, and the time of a transfer that makes it agree
   with the step without taps; the placements are what it predicts.
@@ -178,7 +179,7 @@ class Rank:
         from hf_codraft.parallel.placement import PipelineDraft
         from hf_codraft.policy.anatomy import PolicyAnatomy
 
-        taps = (0, 2, 4)
+        taps, sinks = (0, 2, 4), [m % self.num_ranks for m in range(self.scale.num_microbatches)]
         options = SimpleNamespace(draft_vocab_size=None, draft_tap_layers=list(taps), draft_warmup_rollouts=1)
         learner = DraftLearner(fresh_eagle3(PolicyAnatomy.of(self.model), options), num_passes=1)
         accumulate = learner.accumulate
@@ -193,14 +194,9 @@ class Rank:
         return PipelineDraft(
             self.pipeline, learner, tap_ids=taps,
             placement={"spread_balanced": "spread"}.get(variant, variant) if variant in PLACED else "last_inside",
-            sink_of_microbatch=self._balanced_sinks() if variant == "spread_balanced" else None,
+            sink_of_microbatch=sinks if variant == "spread" else None,
             transport=variant.removeprefix("taps, ") if variant in TAPS else "shm",
         )  # fmt: skip
-
-    def _balanced_sinks(self) -> list[int]:
-        from hf_codraft.parallel.simulator import balanced_sinks
-
-        return balanced_sinks(order_of(self.num_ranks, self.scale), costs_of(self.num_ranks, self.scale))
 
     def step(self, variant: str) -> dict:
         """One step of a variant: seconds, this rank's busy time, and what passed its end of the channel."""
@@ -275,12 +271,6 @@ def order_of(num_ranks: int, scale: Scale):
     from hf_codraft.parallel.schedule import schedule_order
 
     return schedule_order("1F1B", num_ranks, num_ranks, scale.num_microbatches)
-
-
-def costs_of(num_ranks: int, scale: Scale):
-    from hf_codraft.parallel.simulator import StepCosts
-
-    return StepCosts([scale.forward_s] * num_ranks, [scale.backward_s] * num_ranks, scale.draft_s)
 
 
 def fit(function: Callable[[float], float], value: float, *, largest: float = 0.1) -> float:

@@ -306,7 +306,7 @@ def check_slots(rank):
     cases = (
         (Setting("last_inside", num_slots=1), None),
         (Setting("last_deferred", num_slots=4), (3, 4)),
-        (Setting("spread", num_slots=2), (1, 2)),
+        (Setting("spread", sinks=(0, 1, 0, 1), num_slots=2), (1, 2)),
         (Setting("spread", sinks=(1, 1, 0, 1), num_slots=3), (2, 3)),
         (Setting("last_inside", schedule="Interleaved1F1B", num_stages=4, num_slots=2), (1, 2)),
     )
@@ -407,9 +407,16 @@ def check_four_ranks(rank):
     rows, later = families.batch(8, 12), families.batch(16, 7, seed=1)
     order = schedule_order("1F1B", 4, 4, 8)
     balanced = tuple(balanced_sinks(order, StepCosts([1.0] * 4, [2.0] * 4, draft_s=1.0)))
-    assert balanced != tuple(m % 4 for m in range(8))
+    in_turn = tuple(m % 4 for m in range(8))
+    assert balanced != in_turn
     looped = {"schedule": "Interleaved1F1B", "num_stages": 8, "num_microbatches": 8, "taps": (0, 3, 6, 8)}
-    for placement, sinks in (("last_inside", None), ("last_deferred", None), ("spread", None), ("spread", balanced)):
+    for placement, sinks in (
+        ("last_inside", None),
+        ("last_deferred", None),
+        ("spread", None),
+        ("spread", in_turn),
+        ("spread", balanced),
+    ):
         setting = Setting(placement, num_stages=4, num_microbatches=8, sinks=sinks)
         check(f"P = 4, {placement}", families.policy("qwen3", tie=True), [rows, later], setting)
         model = families.policy("qwen2", num_layers=8)

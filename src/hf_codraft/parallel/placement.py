@@ -5,7 +5,7 @@ leave the schedule alone:
 
     last_inside      stage 3   F D F D B F D B ...           D on the critical path of every microbatch
     last_deferred    stage 3   F B F B ... B | D D D D       while earlier stages drain
-    spread           stage s   ... B | D                     microbatch m on rank m mod P, gradients summed
+    spread           stage s   ... B | D                     on all ranks, more where they are idle first; gradients summed
 
 All leave the policy's gradients as they are without a draft, bit for bit, and give the draft the same gradient.
 """
@@ -20,12 +20,13 @@ from torch import distributed as dist
 from hf_codraft.drafts.learner import DraftLearner, DraftStep
 from hf_codraft.parallel.pipeline import CurrentForward, LossFunction, Microbatch, PolicyPipeline, check_alike
 from hf_codraft.parallel.schedule import schedule_order
+from hf_codraft.parallel.simulator import nominal_sinks
 from hf_codraft.policy.anatomy import effective_weight
 from hf_codraft.policy.packing import pack_rows
 from hf_codraft.taps.channel import TapChannel, TapRoute
 from hf_codraft.taps.packed import PolicyWeights
 from hf_codraft.taps.recorder import Taps, tap_hooks
-from hf_codraft.taps.slots import check_num_slots, place_draft
+from hf_codraft.taps.slots import Order, check_num_slots, place_draft
 from hf_codraft.taps.transports.relay import Relay
 
 
@@ -39,8 +40,8 @@ class PipelineDraft:
             draft's weights made equal to those of the last such rank.
         tap_ids (`Sequence[int]`): the draft's, known on all ranks.
         placement (`str`): see the drawing above.
-        sink_of_microbatch (`Sequence[int]`, *optional*): of `"spread"`, the pipeline rank by microbatch
-            (see `simulator.balanced_sinks`); m mod P by default.
+        sink_of_microbatch (`Sequence[int]`, *optional*): of `"spread"`, the pipeline rank by microbatch, such as m mod P or
+            `simulator.balanced_sinks` of measured times; by default `simulator.nominal_sinks`.
         data_group (`dist.ProcessGroup`, *optional*): the ranks that hold this rank's place in the policy's replicas.
         transport, timeout_s, check_crc: see [`TapChannel`].
         num_slots (`int`, *optional*): see [`check_num_slots`].
@@ -70,14 +71,17 @@ class PipelineDraft:
         last_rank = pipeline.num_ranks - 1
         may_run = placement == "spread" or pipeline.pipeline_rank == last_rank
         self.learner = learner if may_run else None
+        order = schedule_order(
+            pipeline.schedule, pipeline.num_ranks, pipeline.plan.num_stages, pipeline.num_microbatches
+        )
         if placement != "spread":
             self.sinks = [last_rank] * pipeline.num_microbatches
         elif sink_of_microbatch is None:
-            self.sinks = [m % pipeline.num_ranks for m in range(pipeline.num_microbatches)]
+            self.sinks = nominal_sinks(order, [end - start for start, end in pipeline.plan.layer_ranges])
         else:
             self.sinks = list(sink_of_microbatch)
         self._own = [m for m, sink in enumerate(self.sinks) if sink == pipeline.pipeline_rank]
-        self.num_slots = self._agree(num_slots, transport, may_run)
+        self.num_slots = self._agree(num_slots, order, transport, may_run)
         self._options = {"transport": transport, "timeout_s": timeout_s, "check_crc": check_crc}
         self._set_groups(data_group)
         self.channel: TapChannel | None = None
@@ -88,7 +92,7 @@ class PipelineDraft:
 
     # Setup
 
-    def _agree(self, num_slots: int | None, transport: str, may_run: bool) -> int:
+    def _agree(self, num_slots: int | None, order: Order, transport: str, may_run: bool) -> int:
         """Compares all ranks' settings before any of them could wait for another; returns the number of slots."""
         settings = {
             "tap_ids": self.tap_ids,
@@ -99,7 +103,7 @@ class PipelineDraft:
         everyone: list = [None] * self.pipeline.num_ranks
         checked_slots, problem = 0, None
         try:
-            checked_slots = self._checked_slots(num_slots)
+            checked_slots = self._checked_slots(num_slots, order)
         except ValueError as error:
             problem = str(error)
         problem = problem or self._own_problem(transport, may_run)
@@ -122,9 +126,8 @@ class PipelineDraft:
             return f"tap_ids ({list(self.tap_ids)}) differ from the draft's ({list(self.learner.draft.tap_ids)})."
         return None
 
-    def _checked_slots(self, num_slots: int | None) -> int:
+    def _checked_slots(self, num_slots: int | None, order: Order) -> int:
         pipeline, plan = self.pipeline, self.pipeline.plan
-        order = schedule_order(pipeline.schedule, pipeline.num_ranks, plan.num_stages, pipeline.num_microbatches)
         placed = place_draft(order, self.placement, sink_of_microbatch=self.sinks)
         sources = sorted({plan.owner_of_tap(tap_id) for tap_id in (*self.tap_ids, self.final_id)})
         return check_num_slots(num_slots, placed, source_stages=sources, schedule=pipeline.schedule)

@@ -297,7 +297,7 @@ class ScheduleRunner:
         hidden = torch.empty(*shape.hidden, dtype=shape.dtype, device="meta", requires_grad=shape.is_training)
         tokens = torch.empty(shape.num_rows, shape.length, dtype=torch.long, device="meta")
 
-        def into(stage: int) -> tuple:
+        def into(stage: int) -> tuple | None:
             return extract_tensor_metas((hidden, *[hidden.detach()] * num_relayed[stage]))
 
         for stage in self._stages:

@@ -12,6 +12,7 @@ from hf_codraft.parallel.schedule import schedule_order
 from hf_codraft.taps.slots import Action, Order, place_draft
 
 PLACEMENTS = ("none", "last_inside", "last_deferred", "spread", "spread_balanced")
+NOMINAL_DRAFT_SHARE = 0.5  # of a rank's forward and backward: a draft of 0.05 to 0.6 is then no slower than on m mod P
 
 
 @dataclass(frozen=True)
@@ -171,6 +172,17 @@ def balanced_sinks(order: Order, costs: StepCosts) -> list[int]:
         free_s[rank] += costs.draft_s
         sinks.append(rank)
     return sinks
+
+
+def nominal_sinks(order: Order, num_layers: Sequence[int]) -> list[int]:
+    """[`balanced_sinks`] before anything was measured: a stage's backward takes twice its forward, and both go with its layers.
+
+    Args:
+        order (`Order`): the policy's work.
+        num_layers (`Sequence[int]`): decoder layers by global stage.
+    """
+    draft_s = NOMINAL_DRAFT_SHARE * 3.0 * sum(num_layers) / len(order)
+    return balanced_sinks(order, StepCosts([float(n) for n in num_layers], [2.0 * n for n in num_layers], draft_s))
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from hf_codraft.parallel.simulator import (
     StepCosts,
     balanced_sinks,
     draw_timeline,
+    nominal_sinks,
     overhead_table,
     simulate,
 )
@@ -161,6 +162,21 @@ def test_balanced_sinks_fill_the_drain_of_late_stages_first():
     # rank 3 ends 6 s before rank 0, rank 2 ends 4 s before it, rank 1 ends 2 s before it
     assert [sinks.count(rank) for rank in range(4)] == [0, 0, 3, 5]
     assert set(balanced_sinks(order, StepCosts([1.0] * 4, [2.0] * 4, draft_s=9.0))) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_sinks_chosen_before_anything_is_measured_beat_m_mod_p_whatever_the_draft_costs(schedule, num_ranks):
+    num_stages = num_ranks * (2 if schedule == "Interleaved1F1B" else 1)
+    order = schedule_order(schedule, num_ranks, num_stages, 4 * num_ranks)
+    sinks = nominal_sinks(order, [3] * num_stages)
+    assert set(sinks) <= set(range(num_ranks))
+    for draft_share in (0.05, 0.1, 0.2, 0.4, 0.6):
+        costs = StepCosts([1.0] * num_stages, [2.0] * num_stages, draft_share * 3.0 * num_stages / num_ranks)
+        ours, theirs = (
+            longest_path_s(place_draft(order, "spread", sink_of_microbatch=table), costs) for table in (sinks, None)
+        )
+        assert ours <= theirs + 1e-9, draft_share
 
 
 def test_the_table_has_a_row_for_every_combination_and_spread_meets_its_aim():
