@@ -4,8 +4,11 @@ Used by `unit/attention/test_trunk.py` (ranks as threads) and `distributed/test_
 drafts, at the end.
 """
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations, product
+from typing import Any
 
 import torch
 
@@ -184,6 +187,38 @@ def assert_exact(case: TrunkCase, got: Sequence[torch.Tensor]) -> None:
             error_alone = (one_rank.double() - want).norm().item()
             assert error <= max(1.5 * error_alone, 2**-9 * norm), (case, number, error, error_alone, norm)
         assert norm > 0 or not ours.any(), (case, number)
+
+
+def every_pair(axes: dict[str, list]) -> list[dict[str, Any]]:
+    """Cases in which any two values of two axes meet at least once."""
+    pick = random.Random(0)
+    missing = {
+        ((a, u), (b, v))
+        for a, b in combinations(axes, 2)
+        for u, v in product(range(len(axes[a])), range(len(axes[b])))
+    }
+    cases = []
+    while missing:
+        drawn = [{axis: pick.randrange(len(values)) for axis, values in axes.items()} for _ in range(60)]
+        drawn += [dict(random_case, **dict(pair)) for random_case, pair in zip(drawn, sorted(missing)[:1])]
+        best = max(drawn, key=lambda case: len(missing & set(combinations(case.items(), 2))))
+        missing -= set(combinations(best.items(), 2))
+        cases.append({axis: axes[axis][number] for axis, number in best.items()})
+    return cases
+
+
+def recorded(transport: Transport) -> list[tuple]:
+    """What this rank will exchange, as it goes, with peers by their distance: the same on every rank, or one waits."""
+    calls: list[tuple] = []
+    exchange = transport.exchange
+
+    def record(sends, receives, *, what, **rest):
+        to, come = ([(peer - transport.rank) % transport.world for peer, _ in side] for side in (sends, receives))
+        calls.append((what, to, come))
+        return exchange(sends, receives, what=what, **rest)
+
+    transport.exchange = record
+    return calls
 
 
 # Block drafts

@@ -1,4 +1,4 @@
-"""One end of a wire between two network namespaces on which packets take their time; for kernels without netem.
+"""One end of a wire between two network namespaces on which packets take their time; stands in for veth with netem.
 
 Run inside a namespace as `slow_wire.py FD DELAY_MS`: makes a network card there and passes its packets to the other end
 through the socket FD, `DELAY_MS` late.

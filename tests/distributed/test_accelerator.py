@@ -6,6 +6,9 @@ import random
 import subprocess
 import sys
 import textwrap
+import warnings
+from contextlib import contextmanager
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,13 +16,16 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration
+from peft import LoraConfig, get_peft_model
 from tiny import policy
 from torch import distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from hf_codraft.parallel import accelerator as accelerator_module
 from hf_codraft.parallel.accelerator import ContextParallelAccelerator, PipelineAccelerator
 from hf_codraft.parallel.config import CoDraftParallelismConfig
+from hf_codraft.parallel.loading import load_stage
 from hf_codraft.parallel.pipeline import PolicyPipeline, next_token_loss
 from hf_codraft.parallel.stages import build_stage, plan_stages
 
@@ -180,12 +186,19 @@ def test_one_process_needs_no_layout():
 LAYERS = 4
 
 
-def tiny_model(tie=True, **overrides):
-    return policy("qwen3", tie=tie, num_hidden_layers=LAYERS, **overrides)
+# Model's kind and number of stages; two a rank in "interleaved"
+STEPS = {"tied": 2, "untied": 2, "interleaved": 4, "lora": 2}
 
 
-def token_batch(num_rows=8):
-    generator = torch.Generator().manual_seed(2)
+def tiny_model(kind="tied"):
+    model = policy("qwen3", tie=kind != "untied", num_hidden_layers=LAYERS)
+    if kind != "lora":
+        return model
+    return get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+
+
+def token_batch(num_rows=8, *, seed=2):
+    generator = torch.Generator().manual_seed(seed)
     return {"input_ids": torch.randint(3, 256, (num_rows, 10), generator=generator)}
 
 
@@ -193,14 +206,36 @@ def next_token_gradients(model, batch, num_parts):
     """Mean over `num_parts` equal parts of the mean next-token loss."""
     for ids in batch["input_ids"].chunk(num_parts):
         (model(input_ids=ids, labels=ids, use_cache=False).loss / num_parts).backward()
-    return {name: p.grad for name, p in model.named_parameters()}
+    return gradients_of(model)
 
 
-def step_pipeline(pp_size, num_replicas, tie, max_norm):
+def gradients_of(*models):
+    return {name: p.grad.clone() for model in models for name, p in model.named_parameters() if p.grad is not None}
+
+
+@contextmanager
+def sums_that_depend_on_their_place(accelerator):
+    """As in a ring of three replicas and more, where a chunk's offset says which addition comes first."""
+    original = accelerator_module._average
+
+    def average(gradients, group):
+        original(gradients, group)
+        for gradient in gradients if accelerator.pipeline_parallel_rank else ():
+            gradient.copy_(torch.nextafter(gradient, torch.full_like(gradient, float("inf"))))
+
+    with mock.patch.object(accelerator_module, "_average", average):
+        yield
+
+
+def step_pipeline(pp_size, num_replicas, kind, max_norm):
     accelerator = start(PipelineAccelerator, {"pp_size": pp_size, "dp_replicate_size": num_replicas})
-    plan = plan_stages(LAYERS, pp_size)
-    stage = accelerator.prepare(build_stage(tiny_model(tie), plan, accelerator.pipeline_parallel_rank))
-    pipeline = PolicyPipeline([stage], pp_size, group=accelerator.pipeline_group)
+    num_stages, rank = STEPS[kind], accelerator.pipeline_parallel_rank
+    plan = plan_stages(LAYERS, num_stages)
+    made = [build_stage(tiny_model(kind), plan, stage) for stage in range(rank, num_stages, pp_size)]
+    stages = [accelerator.prepare(stage) for stage in made]
+    schedule = "1F1B" if num_stages == pp_size else "Interleaved1F1B"
+    pipeline = PolicyPipeline(stages, pp_size, group=accelerator.pipeline_group, schedule=schedule)
+    parameters, models = [p for stage in stages for p in stage.parameters()], [stage.model for stage in stages]
     # every replica takes its share of the rows; each microbatch counts as a part of the mean
     ids = token_batch()["input_ids"].chunk(num_replicas)[accelerator.process_index]
     batch = {"input_ids": ids}
@@ -210,13 +245,19 @@ def step_pipeline(pp_size, num_replicas, tie, max_norm):
 
     pipeline.train_step(batch, loss)
     unused = nn.Parameter(torch.zeros(2))
-    accelerator.reduce_gradients([*stage.parameters(), unused], bucket_bytes=2**15)
-    gradients = {name: p.grad.clone() for name, p in stage.model.named_parameters()}
-    norm = accelerator.clip_grad_norm_(stage.parameters(), max_norm)
-    clipped = {name: p.grad.clone() for name, p in stage.model.named_parameters()}
-    infinite = accelerator.clip_grad_norm_(stage.parameters(), 1e9, norm_type=float("inf"))
+    with sums_that_depend_on_their_place(accelerator):
+        accelerator.reduce_gradients([*parameters, unused], bucket_bytes=2**15)
+    gradients = gradients_of(*models)
+    norm = accelerator.clip_grad_norm_(parameters, max_norm)
+    clipped = gradients_of(*models)
+    infinite = accelerator.clip_grad_norm_(parameters, 1e9, norm_type=float("inf"))
+    copies = [copy.grad for copy in (stage.tied_parameter for stage in stages) if copy is not None]
+    stranger = nn.Parameter(torch.zeros(2))
+    stranger.grad = torch.ones(2)
     return {
-        "type": type(stage).__name__,
+        "type": type(stages[0]).__name__,
+        "copies": copies,
+        "stranger": message_of(accelerator.clip_grad_norm_, [*parameters, stranger], 1.0),
         "gradients": gradients,
         "clipped": clipped,
         "norm": float(norm),
@@ -274,29 +315,80 @@ def talk_between_replicas(pp_size, num_replicas):
     }
 
 
-def pipeline_cases(rank, pp_size, num_replicas, max_norm):
-    steps = {tie: step_pipeline(pp_size, num_replicas, tie, max_norm) for tie in (True, False)}
-    return steps, talk_between_replicas(pp_size, num_replicas)
+class Replica:
+    """One rank of a replica in training, with a loss that depends on random numbers."""
+
+    def __init__(self, accelerator, stage):
+        self.accelerator, self.stage = accelerator, accelerator.prepare(stage)
+        self.pipeline = PolicyPipeline([self.stage], 2, group=accelerator.pipeline_group)
+        self.optimizer = torch.optim.AdamW(self.stage.parameters(), lr=1e-2)
+
+    def train(self, steps):
+        def loss(*args):
+            return next_token_loss(*args) * (1 + torch.rand(()))
+
+        for step in steps:
+            self.optimizer.zero_grad()
+            self.pipeline.train_step(token_batch(seed=10 * step + self.accelerator.process_index), loss)
+            self.accelerator.reduce_gradients(self.stage.parameters())
+            self.accelerator.clip_grad_norm_(self.stage.parameters(), 1.0)
+            self.optimizer.step()
+        return {name: p.detach().clone() for name, p in self.stage.model.named_parameters()}
+
+
+def resume_replicas(root):
+    layout, plan = {"pp_size": 2, "dp_replicate_size": 2}, plan_stages(LAYERS, 2)
+    accelerator = start(PipelineAccelerator, layout)
+    run = Replica(accelerator, build_stage(tiny_model(), plan, accelerator.pipeline_parallel_rank))
+    torch.manual_seed(20 + dist.get_rank())
+    run.train(range(2))
+    accelerator.save_pretrained(f"{root}/policy")
+    accelerator.save_training_state(f"{root}/state", optimizer=run.optimizer, counters={"steps": 2})
+    straight, next_draw = run.train(range(2, 4)), float(torch.rand(()))
+
+    accelerator = start(PipelineAccelerator, layout)
+    run = Replica(accelerator, load_stage(f"{root}/policy", plan, accelerator.pipeline_parallel_rank))
+    steps = accelerator.load_training_state(f"{root}/state", optimizer=run.optimizer)["steps"]
+    resumed = run.train(range(steps, 4))
+    same = [name for name, weight in straight.items() if torch.equal(weight, resumed[name])]
+    report = {"differ": sorted(straight.keys() - set(same)), "draw": next_draw, "draw again": float(torch.rand(()))}
+
+    accelerator = start(PipelineAccelerator, {"dp_replicate_size": 4})  # two replicas that were not there
+    stage = accelerator.prepare(load_stage(f"{root}/policy", plan_stages(LAYERS, 1), 0))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        accelerator.load_training_state(f"{root}/state", optimizer=torch.optim.AdamW(stage.parameters()))
+    return report | {"warned": [str(w.message) for w in caught if "random state" in str(w.message)]}
+
+
+def pipeline_cases(rank, pp_size, num_replicas, max_norm, root):
+    steps = {kind: step_pipeline(pp_size, num_replicas, kind, max_norm) for kind in STEPS}
+    resumed = resume_replicas(root) if num_replicas > 1 else None
+    return steps, talk_between_replicas(pp_size, num_replicas), resumed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("pp_size", "num_replicas"), [(2, 2), (2, 1)])
-def test_a_pipeline_of_replicas_is_seen_as_its_replicas(run_ranks, pp_size, num_replicas):
+def test_a_pipeline_of_replicas_is_seen_as_its_replicas(run_ranks, tmp_path, pp_size, num_replicas):
     max_norm = 0.05
-    by_rank = run_ranks(pipeline_cases, pp_size * num_replicas, pp_size, num_replicas, max_norm)
-    for tie in (True, False):
-        model = tiny_model(tie)
+    by_rank = run_ranks(pipeline_cases, pp_size * num_replicas, pp_size, num_replicas, max_norm, str(tmp_path))
+    for kind in STEPS:
+        model = tiny_model(kind)
         whole = next_token_gradients(model, token_batch(), pp_size * num_replicas)
-        whole = {name: gradient.clone() for name, gradient in whole.items()}
         infinite = max(float(gradient.abs().max()) for gradient in whole.values())
         norm = float(nn.utils.clip_grad_norm_(model.parameters(), max_norm))
         assert norm > max_norm
         scale = max(float(gradient.abs().max()) for gradient in whole.values())
         seen = set()
-        for rank, (steps, _) in enumerate(by_rank):
-            step = steps[tie]
+        copies = [copy for steps, *_ in by_rank for copy in steps[kind]["copies"]]
+        assert len(copies) == (0 if kind == "untied" else 2 * num_replicas)
+        if kind != "lora":  # which leaves the tied weight as it is
+            assert all(torch.equal(copy, copies[0]) for copy in copies)
+        for rank, (steps, *_) in enumerate(by_rank):
+            step = steps[kind]
             assert step["type"] == "PolicyStage" and step["unused"] is None
             assert step["index"] == (rank % num_replicas, num_replicas, rank // num_replicas)
+            assert "parameters has 1 of " in step["stranger"]
             assert step["norm"] == pytest.approx(norm, rel=1e-6)
             assert step["infinite"] == pytest.approx(infinite * max_norm / norm, rel=1e-5)
             for name, gradient in step["gradients"].items():
@@ -306,7 +398,18 @@ def test_a_pipeline_of_replicas_is_seen_as_its_replicas(run_ranks, pp_size, num_
                 torch.testing.assert_close(step["clipped"][name], clipped, rtol=1e-5, atol=1e-6 * scale)
                 seen.add(source)
         assert seen == set(whole)
-    check_talk([talk for _, talk in by_rank], pp_size, num_replicas)
+    check_talk([talk for _, talk, _ in by_rank], pp_size, num_replicas)
+    if num_replicas > 1:
+        check_resumed([resumed for *_, resumed in by_rank])
+
+
+def check_resumed(reports):
+    assert len({report["draw"] for report in reports}) == len(reports)
+    for rank, report in enumerate(reports):
+        assert not report["differ"], f"rank {rank} did not go on as an uninterrupted run"
+        assert report["draw again"] == report["draw"]
+        assert len(report["warned"]) == (rank >= 2)
+        assert all(f"no random state of replica {rank};" in message for message in report["warned"])
 
 
 def check_talk(talks, pp_size, num_replicas):

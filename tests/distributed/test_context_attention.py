@@ -15,6 +15,7 @@ from attention_cases import (
     run_block_rank,
     run_rank,
 )
+from dense_eagle3 import shard_batch
 from ranks import tiny_batch, tiny_draft, tiny_weights
 from torch import distributed as dist
 from torch import nn
@@ -22,9 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_codraft.attention.block_draft import DraftBlocks
-from hf_codraft.attention.shard import Shard
 from hf_codraft.attention.transport import GroupTransport, run_local_ranks
-from hf_codraft.taps.packed import PackedBatch
 
 CASES = [TrunkCase(mode=mode, plan=plan, window=7) for mode, plan in zip(MODES, PLANS)]
 ROWS = [(3, 9), (1, 14), (2, 3), (1, 1), (5, 2)]
@@ -49,10 +48,22 @@ def gradients_of(wrap, batch, num_passes: int) -> list[torch.Tensor]:
     """Of a draft that `wrap` has given hooks."""
     model = DraftLoss(tiny_draft())
     wrapped = wrap(model)  # named, since DDP's hooks die with it
-    wrapped(batch, num_passes).backward()
+    loss = wrapped(batch, num_passes)
+    dist.all_reduce(loss.detach().clone())  # as a loop does that logs: no rank may still wait for another's backward
+    loss.backward()
     world = dist.get_world_size()  # both wrappers take the mean
     grads = [parameter.grad for parameter in model.parameters()]
     return [(grad.full_tensor() if hasattr(grad, "full_tensor") else grad) * world for grad in grads]
+
+
+def refusal_of_sharded_submodules(batch) -> str:
+    """What tiles say to parameters that their own hooks would gather, tile by tile."""
+    model = DraftLoss(tiny_draft())
+    fully_shard(model.draft.midlayer.mlp)
+    fully_shard(model)
+    with pytest.raises(ValueError) as error:
+        model(batch, 3)
+    return str(error.value)
 
 
 def all_cases(rank: int):
@@ -62,12 +73,12 @@ def all_cases(rank: int):
     tensors, grad = block_inputs(blocks), torch.ones(len(blocks.anchors), blocks.num_slots, 6, 8, dtype=torch.float64)
     hung = [run_block_rank(blocks, tensors, grad, transport, route=route) for route in ("keys", "queries")]
     batch, gradients = tiny_batch(ROWS), []
-    layout = PLANS["zigzag"](batch.layout.cu_seqlens, world)
-    fields = (batch.token_ids_T, batch.supervised_T, batch.taps_TX, batch.hidden_TH)
-    own = PackedBatch(Shard(layout, rank, transport), *(layout.shard(x, rank) for x in fields))
+    # of 4 ranks some have more anchors than a tile, some fewer
+    layout = PLANS["contiguous"](batch.layout.cu_seqlens, world)
+    own = shard_batch(batch, layout, transport)
     for num_passes in (1, 3, 7):
         gradients.append([gradients_of(wrap, own, num_passes) for wrap in (DistributedDataParallel, fully_shard)])
-    return trunks, hung, gradients
+    return trunks, hung, gradients, refusal_of_sharded_submodules(own)
 
 
 @pytest.mark.slow
@@ -76,19 +87,23 @@ def test_gloo_ranks_equal_one_rank(run_ranks, world):
     by_rank = run_ranks(all_cases, world)
     for number, case in enumerate(CASES):
         split = replace(case, world=world)
-        assert_exact(split, join(split, [trunks[number] for trunks, _, _ in by_rank]))
+        assert_exact(split, join(split, [trunks[number] for trunks, *_ in by_rank]))
     one = blocks_of(1)
     tensors, grad = block_inputs(one), torch.ones(len(one.anchors), one.num_slots, 6, 8, dtype=torch.float64)
     out, grads, _ = join_blocks(one, run_local_ranks(lambda t: run_block_rank(one, tensors, grad, t), 1))
     for number in range(2):
-        found, found_grads, _ = join_blocks(blocks_of(world), [hung[number] for _, hung, _ in by_rank])
+        found, found_grads, _ = join_blocks(blocks_of(world), [hung[number] for _, hung, *_ in by_rank])
         for got, want in zip((found, *found_grads), (out, *grads), strict=True):
             torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
     for number, num_passes in enumerate((1, 3, 7)):
         draft = tiny_draft()
         loss = draft.compute_loss(tiny_batch(ROWS), tiny_weights(), num_passes=num_passes, chunk_size=None).loss
         wanted = torch.autograd.grad(loss, list(draft.parameters()))
-        for _, _, gradients in by_rank:
+        for _, _, gradients, _ in by_rank:
             for wrapped in gradients[number]:
                 for got, want in zip(wrapped, wanted, strict=True):
                     assert (got - want).norm() <= 1e-11 * want.norm().clamp(min=1e-9)
+    for *_, refusal in by_rank:
+        assert (
+            "3 of 13 are sharded DTensors; call fully_shard on the module whose forward computes the loss" in refusal
+        )

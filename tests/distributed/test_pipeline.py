@@ -297,6 +297,9 @@ def check_disagreements(rank):
         make(model, last_stage_layers=(1, 2)[rank])
     with pytest.raises(ValueError, match=r"stages \(\[0\]\) of pipeline rank 1 must be \[1\]"):
         PolicyPipeline([build_stage(model, plan_stages(4, 2), 0)], 4)
+    for spoiled, kind in ((build_stage(model, plan_stages(4, 2), 1), TypeError), ([model], AttributeError)):
+        with pytest.raises(kind if rank else ValueError, match="" if rank else f"rank 1 refused .*{kind.__name__}"):
+            PolicyPipeline(spoiled if rank else [build_stage(model, plan_stages(4, 2), 0)], 4)
     with pytest.raises(ValueError, match=r"schedule \('ZBVZeroBubble'\) must be one of 1F1B, Interleaved1F1B"):
         make(model, schedule="ZBVZeroBubble", num_stages=4)
     with pytest.raises(ValueError, match=r"num_stages \(2\) on 2 ranks. Use '1F1B'"):
@@ -311,10 +314,16 @@ def check_disagreements(rank):
         ValueError, match=r"\(training, rows, length\) are \(1, 8, 12\) on rank 0 and \(1, 8, 9\) on rank 1"
     ):
         pipeline.train_step(families.batch(8, (12, 9)[rank]), next_token_loss)
-    refusal = (ValueError, r"batch\['weight'\] \(shape \(3,\)\)") if rank else (RuntimeError, "rank 1 refused")
-    kind, message = refusal
-    with pytest.raises(kind, match=message):
-        pipeline.train_step(batch if rank == 0 else batch | {"weight": torch.ones(3)}, next_token_loss)
+    lists = batch | {"input_ids": batch["input_ids"].tolist()}
+    for spoiled, kind, message in (
+        (batch | {"weight": torch.ones(3)}, ValueError, r"batch\['weight'\] \(shape \(3,\)\)"),
+        (lists, ValueError, "input_ids, a tensor of shape"),
+        (None, AttributeError, "'NoneType' object has no attribute 'get'"),
+    ):
+        if rank == 0:
+            kind, message = ValueError, f"pipeline rank 1 refused its batch: {kind.__name__}: .*{message}"
+        with pytest.raises(kind, match=message):
+            pipeline.train_step(batch if rank == 0 else spoiled, next_token_loss)
     pipeline.train_step(batch, next_token_loss)
     wrong = make(model, activation_dtype=torch.bfloat16, group=dist.new_group(timeout=timedelta(seconds=3)))
     started = time.monotonic()

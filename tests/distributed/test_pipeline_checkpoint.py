@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import random
 import weakref
-from pathlib import Path
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from tiny import policy
 from torch import distributed as dist
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from hf_codraft.hub import folder as folder_module
 from hf_codraft.hub.folder import recover_folder
 from hf_codraft.parallel import checkpoint
 from hf_codraft.parallel.checkpoint import load_training_state, save_pretrained_stages, save_training_state
@@ -240,25 +241,31 @@ def batch_of(step):
 
 
 class Run:
-    """A stage, or the whole model, in training, with two parameter groups and a schedule."""
+    """A rank's stages, or the whole model, in training, with two parameter groups and a schedule."""
 
-    def __init__(self, stage, group):
-        self.stage, self.group = stage, group
-        parameters = dict(stage.model.named_parameters())
+    def __init__(self, stages, group):
+        self.stages, self.group = stages, group
+        parameters = {name: p for name, p in self.named_parameters() if p.requires_grad}
         decayed = [p for name, p in parameters.items() if p.ndim > 1]
         plain = [p for name, p in parameters.items() if p.ndim == 1]
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
         # eps: where a gradient is all but zero, Adam's step would show the rounding of the sums magnified
         self.optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-4)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0 / (1 + step))
-        self.pipeline = None if group is None else PolicyPipeline([stage], NUM_MICROBATCHES, group=group)
+        schedule = "1F1B" if len(stages) == 1 else "Interleaved1F1B"
+        self.pipeline = None
+        if group is not None:
+            self.pipeline = PolicyPipeline(stages, NUM_MICROBATCHES, group=group, schedule=schedule)
+
+    def named_parameters(self):
+        return [item for stage in self.stages for item in stage.model.named_parameters()]
 
     def train(self, steps):
         for step in steps:
             self.optimizer.zero_grad()
             if self.pipeline is None:
                 for ids in batch_of(step)["input_ids"].chunk(NUM_MICROBATCHES):
-                    loss = self.stage.model(input_ids=ids, labels=ids, use_cache=False).loss
+                    loss = self.stages[0].model(input_ids=ids, labels=ids, use_cache=False).loss
                     (loss / NUM_MICROBATCHES).backward()
             else:
                 self.pipeline.train_step(batch_of(step), lambda *args: next_token_loss(*args) / NUM_MICROBATCHES)
@@ -267,11 +274,11 @@ class Run:
         return self
 
     def save(self, folder, steps_done):
-        save_pretrained_stages([self.stage], self.group, f"{folder}/model")
+        save_pretrained_stages(self.stages, self.group, f"{folder}/model")
         save_training_state(
             f"{folder}/state",
             self.group,
-            stages=[self.stage],
+            stages=self.stages,
             optimizer=self.optimizer,
             schedulers=[self.scheduler],
             counters={"steps": steps_done},
@@ -279,15 +286,22 @@ class Run:
 
     @classmethod
     def resume(cls, folder, num_stages, group):
-        rank = 0 if group is None else dist.get_rank(group)
-        run = cls(load_stage(f"{folder}/model", plan_stages(LAYERS, num_stages), rank), group)
+        rank, num_ranks = (0, 1) if group is None else (dist.get_rank(group), group.size())
+        plan, own = plan_stages(LAYERS, num_stages), range(rank, num_stages, num_ranks)
+        if os.path.exists(f"{folder}/model/{checkpoint.ADAPTER_CONFIG}"):
+            stages = [build_stage(tiny_model("llama", tie=False), plan, stage) for stage in own]
+            for stage in stages:
+                stage.model = PeftModel.from_pretrained(stage.model, f"{folder}/model", is_trainable=True)
+        else:
+            stages = [load_stage(f"{folder}/model", plan, stage) for stage in own]
+        run = cls(stages, group)
         counters = load_training_state(
-            f"{folder}/state", group, stages=[run.stage], optimizer=run.optimizer, schedulers=[run.scheduler]
+            f"{folder}/state", group, stages=stages, optimizer=run.optimizer, schedulers=[run.scheduler]
         )
         return run, counters["steps"]
 
     def weights(self):
-        return {name: p.detach().clone() for name, p in self.stage.model.named_parameters()}
+        return {name: p.detach().clone() for name, p in self.named_parameters()}
 
 
 def draws():
@@ -296,7 +310,28 @@ def draws():
 
 def resume_cases(rank, root):
     pair = dist.new_group([0, 1])
-    return {tie: resume_case(rank, f"{root}/tie-{tie}", tie, pair) for tie in (True, False)}
+    report = {tie: resume_case(rank, f"{root}/tie-{tie}", tie, pair) for tie in (True, False)}
+    report["interleaved"] = resume_two_stages_a_rank(rank, f"{root}/interleaved", pair)
+    if rank < 2:
+        Run(own_stages(tiny_model("lora"), 2, rank, 2), pair).train(range(2)).save(f"{root}/lora/two", 2)
+    dist.barrier()
+    run, steps = Run.resume(f"{root}/lora/two", 4, dist.group.WORLD)
+    report["lora"] = run.train(range(steps, 6)).weights()
+    return report
+
+
+def resume_two_stages_a_rank(rank, root, pair):
+    """4 stages on 2 ranks, 1 stage, 4 stages on 2 ranks."""
+    if rank < 2:
+        Run(own_stages(tiny_model(), 4, rank, 2), pair).train(range(2)).save(f"{root}/four", 2)
+    if rank == 0:
+        run, steps = Run.resume(f"{root}/four", 1, None)
+        run.train(range(steps, 4)).save(f"{root}/one", 4)
+    dist.barrier()
+    if rank >= 2:
+        return {}
+    run, steps = Run.resume(f"{root}/one", 4, pair)
+    return run.train(range(steps, 6)).weights()
 
 
 def resume_case(rank, root, tie, pair):
@@ -304,7 +339,7 @@ def resume_case(rank, root, tie, pair):
     report = {}
     if rank < 2:
         random.seed(rank), np.random.seed(rank), torch.manual_seed(rank)
-        run = Run(build_stage(tiny_model(tie=tie), plan_stages(LAYERS, 2), rank), pair).train(range(2))
+        run = Run(own_stages(tiny_model(tie=tie), 2, rank, 2), pair).train(range(2))
         run.save(f"{root}/two", 2)
         report["drawn"] = draws()
         straight = run.train(range(2, 4)).weights()
@@ -318,7 +353,7 @@ def resume_case(rank, root, tie, pair):
     report["fallback"] = draws()
     assert steps == 2
     read = {id(p) for p in run.optimizer.state}
-    report["own state alone"] = read == {id(p) for p in run.stage.model.parameters()}
+    report["own state alone"] = read == {id(p) for _, p in run.named_parameters()}
     run.train(range(2, 4)).save(f"{root}/four", 4)
     if rank == 0:
         run, steps = Run.resume(f"{root}/four", 1, None)
@@ -327,10 +362,10 @@ def resume_case(rank, root, tie, pair):
     dist.barrier()
     stranger = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
     report["stranger"] = message_of(
-        save_training_state, f"{root}/four/state", dist.group.WORLD, stages=[run.stage], optimizer=stranger
+        save_training_state, f"{root}/four/state", dist.group.WORLD, stages=run.stages, optimizer=stranger
     )
     report["empty"] = message_of(
-        load_training_state, f"{root}/none", dist.group.WORLD, stages=[run.stage], optimizer=run.optimizer
+        load_training_state, f"{root}/none", dist.group.WORLD, stages=run.stages, optimizer=run.optimizer
     )
     return report
 
@@ -340,6 +375,22 @@ def test_training_continues_with_any_number_of_stages(run_ranks, tmp_path):
     by_rank = run_ranks(resume_cases, 4, str(tmp_path))
     for tie in (True, False):
         check_resumed([report[tie] for report in by_rank], tie)
+    for kind, model in (("interleaved", tiny_model()), ("lora", tiny_model("lora"))):
+        straight, found = trained_weights(model), {}
+        for report in by_rank:
+            found |= report[kind]
+        assert found.keys() == straight.keys() | ({"lm_head.weight"} if kind == "interleaved" else set())
+        for name, weight in found.items():
+            whole = straight["model.embed_tokens.weight" if name == "lm_head.weight" else name]
+            torch.testing.assert_close(weight, whole, rtol=1e-6, atol=1e-6)
+
+
+def trained_weights(model):
+    """What an uninterrupted run of the whole model ends with."""
+    before = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    weights = Run([build_stage(model, plan_stages(LAYERS, 1), 0)], None).train(range(6)).weights()
+    assert not any(torch.equal(weights[name], weight) for name, weight in before.items())
+    return weights
 
 
 def check_resumed(reports, tie):
@@ -352,20 +403,45 @@ def check_resumed(reports, tie):
         assert report["own state alone"]
         assert "belong to none of the stages" in report["stranger"]
         assert "holds no training state" in report["empty"]
-    model = tiny_model(tie=tie)
-    straight = Run(build_stage(model, plan_stages(LAYERS, 1), 0), None).train(range(6)).weights()
+    straight = trained_weights(tiny_model(tie=tie))
     assert straight.keys() == reports[0]["weights"].keys()
     for name, weight in reports[0]["weights"].items():
-        assert not torch.equal(weight, dict(model.named_parameters())[name])
         torch.testing.assert_close(weight, straight[name], rtol=1e-6, atol=1e-6)
 
 
 # Kills
 
+PLACES = {
+    "write": (checkpoint, "save_file"),
+    "join": (checkpoint, "_join_stages"),
+    "dump": (torch, "save"),
+    "rename": (os, "rename"),
+}
 
-def save_and_die(folder, where, num_calls):
-    """Saves another model over `folder` and ends at a call of `where`, as a kill would."""
-    module, name = {"join": (checkpoint, "_join_stages"), "rename": (os, "rename")}[where]
+
+def stepped(stages, step):
+    """An optimizer whose state is `step` everywhere."""
+    parameters = [p for stage in stages for p in stage.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.0, momentum=0.9)
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, float(step))
+    optimizer.step()
+    return optimizer
+
+
+def save_generation(folder, what, stages, group, *, generation):
+    if what == "model":
+        save_pretrained_stages(stages, group, folder)
+    else:
+        optimizer, counters = stepped(stages, generation), {"generation": generation}
+        save_training_state(folder, group, stages=stages, optimizer=optimizer, counters=counters)
+
+
+def save_and_die(rank, store, folder, what, victim, where, num_calls):
+    """Two ranks save another generation over `folder`; one ends at a call of `where`, as a kill would."""
+    dist.init_process_group("gloo", f"file://{store}", timedelta(seconds=30), 2, rank)
+    stages = own_stages(tiny_model(seed=7), 2, rank, 2)
+    module, name = PLACES[where]
     original, calls = getattr(module, name), []
 
     def dying(*args, **kwargs):
@@ -374,29 +450,76 @@ def save_and_die(folder, where, num_calls):
             os._exit(9)
         return original(*args, **kwargs)
 
-    stages = own_stages(tiny_model(seed=7), 1, 0, 1)
-    setattr(module, name, dying)
-    save_pretrained_stages(stages, None, folder)
+    if rank == victim:
+        setattr(module, name, dying)
+    try:
+        save_generation(folder, what, stages, dist.group.WORLD, generation=2)
+    except RuntimeError:
+        os._exit(3)
 
 
-@pytest.mark.parametrize(("where", "num_calls"), [("join", 1), ("rename", 1), ("rename", 2), ("rename", 3)])
-def test_a_kill_while_saving_leaves_the_last_complete_checkpoint(tmp_path, where, num_calls):
-    folder = tmp_path / "model"
+def check_generation(folder, what, *, generation):
+    plan = plan_stages(LAYERS, 2)
+    if what == "model":
+        expected = tiny_model(seed={1: 0, 2: 7}[generation])
+        for stage in (load_stage(folder, plan, stage) for stage in range(2)):
+            for name, parameter in stage.model.named_parameters():
+                assert torch.equal(parameter, expected.get_parameter(name)), name
+        return
     stages = own_stages(tiny_model(), 1, 0, 1)
-    save_pretrained_stages(stages, None, folder)
-    process = multiprocessing.get_context("fork").Process(target=save_and_die, args=(folder, where, num_calls))
-    process.start()
-    process.join()
-    assert process.exitcode == 9
-    # The weights are renamed first, then the old folder away, then the new one into its place. Between the last two
-    # nothing is in place; the next call on the folder puts the last complete one back.
-    assert folder.exists() == ((where, num_calls) != ("rename", 3))
+    optimizer = torch.optim.SGD(stages[0].parameters(), lr=0.0, momentum=0.9)
+    assert load_training_state(folder, None, stages=stages, optimizer=optimizer) == {"generation": generation}
+    for parameter in stages[0].parameters():
+        assert (optimizer.state[parameter]["momentum_buffer"] == generation).all()
+
+
+@pytest.mark.parametrize(
+    ("what", "victim", "where", "num_calls"),
+    [
+        ("model", 1, "write", 1),
+        ("model", 0, "join", 1),
+        # Two files are renamed, then the old folder away, then the new one into its place. Between the last two nothing is
+        # in place; whoever loads or saves next puts the last complete one back.
+        ("model", 0, "rename", 3),
+        ("model", 0, "rename", 4),
+        # Random state and optimizer on both ranks, then what is common.
+        ("state", 1, "dump", 2),
+        ("state", 0, "dump", 3),
+        ("state", 0, "rename", 2),
+    ],
+)
+def test_a_rank_killed_while_saving_leaves_the_last_complete_checkpoint(tmp_path, what, victim, where, num_calls):
+    folder, context = tmp_path / "saves" / "one", multiprocessing.get_context("fork")
+    save_generation(folder, what, own_stages(tiny_model(), 1, 0, 1), None, generation=1)
+    arguments = (tmp_path / "store", folder, what, victim, where, num_calls)
+    processes = [context.Process(target=save_and_die, args=(rank, *arguments)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=60)
+    assert [process.exitcode for process in processes] == ([3, 9] if victim == 1 else [9, 3])
+    is_last_rename = where == "rename" and num_calls == (4 if what == "model" else 2)
+    assert folder.exists() != is_last_rename
+    check_generation(folder, what, generation=1)
+    save_generation(folder, what, own_stages(tiny_model(seed=7), 1, 0, 1), None, generation=2)
+    assert [path.name for path in folder.parent.iterdir()] == ["one"]
+    check_generation(folder, what, generation=2)
+
+
+def test_ranks_that_put_a_folder_back_at_once_do_not_fail(tmp_path, monkeypatch):
+    folder, rename = tmp_path / "one", os.rename
+    (tmp_path / ".one.old").mkdir()
+
+    def denied(*paths):
+        raise PermissionError
+
+    def after_another(*paths):
+        rename(*paths)
+        rename(*paths)
+
+    monkeypatch.setattr(folder_module.os, "rename", denied)
+    with pytest.raises(PermissionError):
+        recover_folder(folder)
+    monkeypatch.setattr(folder_module.os, "rename", after_another)
     recover_folder(folder)
-    expected = tiny_model().state_dict()
-    for name, tensor in AutoModelForCausalLM.from_pretrained(folder).state_dict().items():
-        assert torch.equal(tensor, expected[name])
-    save_pretrained_stages(own_stages(tiny_model(seed=3), 1, 0, 1), None, folder)
-    assert [path.name for path in Path(tmp_path).iterdir()] == ["model"]
-    assert not torch.equal(
-        AutoModelForCausalLM.from_pretrained(folder).model.embed_tokens.weight, expected["model.embed_tokens.weight"]
-    )
+    assert folder.exists()

@@ -150,14 +150,25 @@ def check_report(report, expected, name):
         assert asdict(report)[field] == pytest.approx(value, rel=TOLERANCE, abs=1e-9, nan_ok=True), (name, field)
 
 
-def check(name, model, batches, setting, *, between=None, num_accumulated=1, spoil=None):
-    """Three runs over the same batches: the pipeline alone, with a draft beside it, and both in one process."""
+def descend(parameters, rate=0.05):
+    """Plain descent that writes as fused optimizers do, past torch's version counters."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.data.sub_(rate * parameter.grad)
+            parameter.grad = None
+
+
+def check(name, model, batches, setting, *, between=None, num_accumulated=1, policy_waits=True, spoil=None):
+    """Three runs over the same batches: the pipeline alone, with a draft beside it, and both in one process.
+
+    The draft steps every `num_accumulated` batches, and the policy with it, or, unless `policy_waits`, after each.
+    """
     alone, beside, one = make_pipeline(model, setting), make_pipeline(model, setting), OneProcess(model, setting)
     draft = make_draft(beside, model, setting)
     if spoil is not None:
         spoil(beside, draft)
     owners = [[p for s in alone.stages for p in s.parameters()], [p for s in beside.stages for p in s.parameters()]]
-    optimizers = [torch.optim.SGD(parameters, lr=0.05) for parameters in (*owners, list(one.model.parameters()))]
+    owners.append(list(one.model.parameters()))
     for step, batch in enumerate(batches, start=1):
         expected_losses = alone.train_step(batch, next_token_loss)
         losses = draft.train_step(batch, next_token_loss)
@@ -175,14 +186,34 @@ def check(name, model, batches, setting, *, between=None, num_accumulated=1, spo
             between(beside)
         if step % num_accumulated == 0:
             check_report(draft.step(), one.learner.step(), (name, step))
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
+        if not policy_waits or step % num_accumulated == 0:
+            for parameters in owners:
+                descend(parameters)
+    totals = draft.channel.totals
     draft.close()
-    return draft
+    return totals
+
+
+# One rank
+
+
+def test_every_placement_on_one_rank():
+    """A pipeline of one stage: the draft's place is the only one, and taps never travel."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        batches = [families.batch(8, 12), families.batch(7, 9, seed=1)]
+        for placement in ("last_inside", "last_deferred", "spread"):
+            for transport in ("auto", "relay"):
+                setting = Setting(placement, num_stages=1, transport=transport)
+                totals = check(f"{placement} {transport}", families.policy("qwen3", tie=True), batches, setting)
+                assert totals.num_collected == 2 * 4 * 5 and totals.bytes_published == 0
+    finally:
+        dist.destroy_process_group()
 
 
 # Two ranks
+
+LOOPED = {"schedule": "Interleaved1F1B", "num_stages": 4}
 
 
 def two_ranks(rank):
@@ -194,19 +225,21 @@ def two_ranks(rank):
             model = families.policy("qwen3", tie=placement == "spread")
             check(f"{placement} {transport}", model, batches, Setting(placement, transport=transport))
     for placement in ("last_inside", "last_deferred"):
-        setting = Setting(placement, taps=(3, 4), transport="local")
-        check(f"{placement} local", families.policy("qwen3"), batches[:1], setting)
+        for taps, schedule in (((3, 4), {}), ((2, 4), LOOPED)):
+            setting = Setting(placement, taps=taps, transport="local", **schedule)
+            check(f"{placement} local", families.policy("qwen3"), batches[:1], setting)
 
 
 def test_every_placement_and_transport_on_two_ranks(run_ranks):
     run_ranks(two_ranks, 2)
 
 
-def with_lora(model):
+def with_lora(model, *more):
     torch.manual_seed(7)
-    model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"))
+    config = LoraConfig(r=4, target_modules=["q_proj", "down_proj", *more], task_type="CAUSAL_LM")
+    model = get_peft_model(model, config)
     for name, parameter in model.named_parameters():
-        if "lora_B" in name:
+        if "lora_B" in name or "lora_embedding_" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     return model
 
@@ -221,11 +254,15 @@ def check_policies(rank):
     for tap in (0, 1, 2, 3, 4):
         check(f"tap {tap}", families.policy("llama"), [rows], Setting("spread", taps=(tap,)))
     check("LoRA", with_lora(families.policy("qwen3", tie=True)), [rows, later], Setting("spread"))
+    for tie, adapted in ((True, ("lm_head",)), (True, ("embed_tokens",)), (False, ("embed_tokens", "lm_head"))):
+        for setting in (Setting("last_inside", **LOOPED), Setting("last_deferred"), Setting("spread", **LOOPED)):
+            model = with_lora(families.policy("qwen3", tie=tie), *adapted)
+            check(f"LoRA of {adapted}, {setting.placement}", model, [rows, later], setting)
     for use_reentrant in (False, True):
         model = families.policy("mistral", tie=True)
         model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
         relayed = Setting("last_deferred", transport="relay")
-        for setting in (Setting("last_inside"), relayed, Setting("spread", schedule="Interleaved1F1B", num_stages=4)):
+        for setting in (Setting("last_inside"), relayed, Setting("spread", **LOOPED)):
             check(f"checkpointing, reentrant {use_reentrant}", model, [rows, later], setting)
     check("bf16", families.policy("llama").bfloat16(), [rows], Setting("last_deferred"))
     check("reduced vocabulary", families.policy("qwen2"), [rows, later], Setting("spread", draft_vocab=40))
@@ -239,9 +276,8 @@ def check_batches(rank):
     lengths = [families.batch(8, n, seed=n) for n in (9, 14, 9, 12)]
     for setting in (
         Setting("last_inside"), Setting("spread"), Setting("spread", sinks=(1, 0, 1, 1)),
-        Setting("spread", schedule="Interleaved1F1B", num_stages=4, transport="gloo"),
-        Setting("last_deferred", schedule="Interleaved1F1B", num_stages=4),
-        Setting("last_inside", schedule="Interleaved1F1B", num_stages=4, transport="relay"),
+        Setting("spread", transport="gloo", **LOOPED), Setting("last_deferred", transport="gloo", **LOOPED),
+        Setting("last_inside", transport="relay", **LOOPED),
     ):  # fmt: skip
         check("lengths, evaluation", families.policy("llama", tie=True), lengths, setting, between=evaluate)
         check("uneven rows", families.policy("llama"), [families.batch(10, 12), families.batch(7, 12)], setting)
@@ -249,7 +285,12 @@ def check_batches(rank):
         check("nothing in a microbatch", families.policy("llama"), [supervised, rows], setting)
         supervised = rows | {"supervised": 0 * nothing}
         check("nothing at all", families.policy("llama"), [rows, supervised], setting, num_accumulated=2)
+    check("gloo", families.policy("llama"), [rows], Setting("last_inside", transport="gloo", **LOOPED))
     check("accumulation", families.policy("qwen3", tie=True), lengths, Setting("spread"), num_accumulated=2)
+    for tie, setting in ((True, Setting("spread")), (False, Setting("last_inside", **LOOPED))):
+        # The draft's gradient is the sum over two versions of the policy: each teaches with its own embeddings and head.
+        model = families.policy("llama", tie=tie)
+        check("the policy steps alone", model, lengths, setting, num_accumulated=2, policy_waits=False)
     draft = make_draft(make_pipeline(families.policy("llama"), Setting()), families.policy("llama"), Setting())
     draft.train_step(rows | {"supervised": 0 * nothing}, next_token_loss)
     before = None if draft.learner is None else [p.clone() for p in draft.learner.parameters]
@@ -279,8 +320,29 @@ def check_refusals(rank):
         make(sinks=(0, 1, 0))
     with pytest.raises(ValueError, match=r"placement \('first'\) must be one of last_inside, last_deferred, spread"):
         make(placement="first")
-    with pytest.raises(ValueError, match="transport='relay' carries taps to the last stage alone"):
-        make(transport="relay")
+    for transport, found in (
+        ("relay", r"transport='relay' can't work: activations only flow to the last stage \(rank 1\)"),
+        ("local", r"transport='local' can't work: taps are owned by ranks \[0, 1\] and read by ranks \[0, 1\]"),
+        ("nccl", "transport='nccl' can't work: nccl moves GPU memory"),
+        ("pigeon", r"transport \('pigeon'\) must be 'auto' or one of"),
+        (("shm", "gloo")[rank], "transport differs between pipeline ranks: 'shm' on rank 0, 'gloo' on rank 1"),
+    ):
+        with pytest.raises(ValueError, match=found):
+            make(transport=transport)
+    group = dist.new_group(timeout=timedelta(seconds=60))
+    alone = make_pipeline(model, Setting(), group)
+    with pytest.raises(ValueError, match=r"timeout_s \(60\) times 1.5 must be shorter than the process group's"):
+        make_draft(alone, model, Setting("spread"), timeout_s=60.0)
+    # What is of a wrong type on one rank is not waited for by the other.
+    for wrong, kind, found in (
+        ({"num_slots": "3"}, TypeError, "'>=' not supported between instances of 'str' and 'int'"),
+        ({"sinks": 3}, TypeError, "'int' object is not iterable"),
+    ):
+        with pytest.raises(
+            kind if rank == 0 else ValueError, match=found if rank == 0 else f"pipeline rank 0: {found}"
+        ):
+            make_draft(alone, model, replace(Setting("spread"), **(wrong if rank == 0 else {})))
+    alone.train_step(families.batch(8, 12), next_token_loss)  # a refused draft leaves the policy's pipeline alone
     with pytest.raises(ValueError, match=r"tap_id \(6\) must lie in 0..5"):
         pipeline = make_pipeline(model, Setting())
         PipelineDraft(pipeline, make_learner(model, Setting()), tap_ids=(0, 6))
@@ -341,6 +403,26 @@ def check_not_finite(rank):
         assert draft.learner is None or draft.learner.num_skipped == 3
 
 
+def check_failed_step(rank):
+    """An error in one rank's draft step is that rank's, and its name reaches the others: no replica goes on alone."""
+    model, rows = families.policy("llama"), families.batch(8, 12)
+    for placement, victim in (("spread", 0), ("last_deferred", 1)):
+        draft = make_draft(make_pipeline(model, Setting()), model, Setting(placement))
+        draft.train_step(rows, next_token_loss)
+        if rank == victim:
+            draft.learner.optimizer.step = raise_out_of_memory
+        kind, text = (torch.OutOfMemoryError, "^no room$")
+        if rank != victim:
+            kind, text = RuntimeError, f"^pipeline rank {victim}: the draft's step failed: no room$"
+        with pytest.raises(kind, match=text):
+            draft.step()
+        draft.close()
+
+
+def raise_out_of_memory():
+    raise torch.OutOfMemoryError("no room")
+
+
 def two_ranks_and_many_policies(rank):
     check_policies(rank)
     check_batches(rank)
@@ -350,6 +432,7 @@ def two_ranks_and_faults(rank):
     check_refusals(rank)
     check_slots(rank)
     check_not_finite(rank)
+    check_failed_step(rank)
 
 
 @pytest.mark.slow
@@ -409,32 +492,85 @@ def check_four_ranks(rank):
     balanced = tuple(balanced_sinks(order, StepCosts([1.0] * 4, [2.0] * 4, draft_s=1.0)))
     in_turn = tuple(m % 4 for m in range(8))
     assert balanced != in_turn
-    looped = {"schedule": "Interleaved1F1B", "num_stages": 8, "num_microbatches": 8, "taps": (0, 3, 6, 8)}
-    for placement, sinks in (
-        ("last_inside", None),
-        ("last_deferred", None),
-        ("spread", None),
-        ("spread", in_turn),
-        ("spread", balanced),
+    looped = {"schedule": "Interleaved1F1B", "num_stages": 8, "taps": (0, 3, 6, 8)}
+    for placement, sinks, transport in (
+        ("last_inside", None, "relay"),
+        ("last_inside", None, "gloo"),
+        ("last_deferred", None, "relay"),
+        ("last_deferred", None, "shm"),
+        ("last_deferred", None, "gloo"),
+        ("spread", None, "shm"),
+        ("spread", in_turn, "gloo"),
+        ("spread", balanced, "shm"),
     ):
-        setting = Setting(placement, num_stages=4, num_microbatches=8, sinks=sinks)
-        check(f"P = 4, {placement}", families.policy("qwen3", tie=True), [rows, later], setting)
+        setting = Setting(placement, num_stages=4, num_microbatches=8, sinks=sinks, transport=transport)
+        is_relay, is_gloo = transport == "relay", transport == "gloo"
+        batches, between = [rows] if is_gloo else [rows, later], evaluate if is_relay else None
+        name = f"P = 4, {placement}, {transport}"
+        totals = check(name, families.policy("qwen3", tie=True), batches, setting, between=between)
+        if is_relay:
+            # Taps 0 and 1 of stage 0 travel over three hops, tap 3 of stage 2 over one, those of stage 3 over none. The
+            # second batch's microbatches are larger, so it has a channel of its own.
+            assert totals.bytes_published == (2, 2, 3, 0)[rank] * 16 * 7 * 64 * 4
         model = families.policy("qwen2", num_layers=8)
-        check(f"P = 4, v = 2, {placement}", model, [rows, later], Setting(placement, sinks=sinks, **looped))
-        if placement == "last_deferred":
-            check("P = 4, relay", families.policy("qwen3"), [rows, later], replace(setting, transport="relay"))
-            check("P = 4, v = 2, relay", model, [rows, later], Setting(placement, transport="relay", **looped))
+        check(f"v = 2, {name}", model, [rows], replace(setting, **looped))
+    for placement, schedule in (("last_inside", looped | {"taps": (4, 8)}), ("last_deferred", {"taps": (4,)})):
+        setting = Setting(placement, transport="local", num_microbatches=8, **({"num_stages": 4} | schedule))
+        check("P = 4, local", families.policy("llama", num_layers=8 if "schedule" in schedule else 4), [rows], setting)
+
+
+def check_borrowed_weights(rank):
+    """Embeddings and head go from their owners to the ranks that run the draft, and to no other."""
+    size, rows = families.VOCAB * 64 * 4, families.batch(8, 12)
+    for placement, sinks, tie, expected in (
+        ("last_deferred", None, False, (1, 0, 0, 1)),
+        ("last_inside", None, True, (0, 0, 0, 0)),  # the last stage has both
+        ("spread", (0, 2) * 2, False, (2, 0, 2, 2)),
+        ("spread", (0, 1, 2, 3), True, (1, 1, 1, 1)),
+    ):
+        model = families.policy("llama", tie=tie)
+        setting = Setting(placement, num_stages=4, sinks=sinks)
+        draft = make_draft(make_pipeline(model, setting), model, setting)
+        moved = transfers_of_weights(draft)
+        draft.train_step(rows, next_token_loss)
+        draft.close()
+        assert sum(moved) == expected[rank] * size, (placement, rank, moved)
+
+
+def transfers_of_weights(draft):
+    """Fills a list with the bytes of every tensor that this rank sends or receives to borrow the policy's weights."""
+    moved: list[int] = []
+    refresh = draft._refresh_weights
+
+    def counted(transfer):
+        def run(tensor, *args, **kwargs):
+            moved.append(tensor.nbytes)
+            return transfer(tensor, *args, **kwargs)
+
+        return run
+
+    def counting():
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("broadcast", "send", "recv"):
+                patch.setattr(dist, name, counted(getattr(dist, name)))
+            refresh()
+        assert (draft._weights is None) == (draft.pipeline.pipeline_rank not in draft.sinks)
+
+    draft._refresh_weights = counting
+    return moved
 
 
 def check_slow_stages(rank):
     """Who is slow changes nothing; with the default number of slots no publish ever waits, with the fewest some do."""
     rows, model = families.batch(8, 12), families.policy("llama")
     setting = Setting("last_inside", num_stages=4, num_microbatches=8, num_passes=1)
+    looped = (replace(setting, schedule="Interleaved1F1B", num_stages=8), families.policy("llama", num_layers=8))
     for kind in ("first", "last", "random"):
-        for placement in ("last_inside", "spread"):
-            with counted_stalls() as stalls:
-                check(f"slow: {kind}", model, [rows], replace(setting, placement=placement), spoil=slow_down(kind))
-            assert not stalls, (kind, placement)
+        for placement in ("last_inside", "last_deferred", "spread"):
+            for each, policy in ((setting, model), looped):
+                with counted_stalls() as stalls:
+                    check(f"slow: {kind}", policy, [rows], replace(each, placement=placement), spoil=slow_down(kind))
+                assert not stalls, (kind, placement, each.schedule)
     with counted_stalls() as stalls:
         check("slow, one slot", model, [rows], replace(setting, num_slots=1), spoil=slow_down("last"))
     found: list = [None] * 4
@@ -443,9 +579,13 @@ def check_slow_stages(rank):
 
 
 def check_replicas(rank):
-    """dp = 2 x pp = 2: the draft's gradient is that of both replicas' batches."""
+    """dp = 2 x pp = 2: the draft's gradient is that of both replicas' batches, and of one where the other has no work."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     model, batches = families.policy("qwen3", tie=True), [families.batch(8, 12, seed=seed) for seed in (3, 4)]
+    nothing = {"supervised": torch.zeros_like(batches[1]["input_ids"])}
+    alone = make_pipeline(model, Setting(), group=mesh.get_group("pp"))
+    alone.train_step(batches[mesh.get_local_rank("dp")], next_token_loss)
+    expected = gradients(alone.stages)
     for placement in ("last_inside", "last_deferred", "spread"):
         setting = Setting(placement)
         pipeline, one = make_pipeline(model, setting, group=mesh.get_group("pp")), OneProcess(model, setting)
@@ -459,17 +599,26 @@ def check_replicas(rank):
             data_group=mesh.get_group("dp"),
             timeout_s=20.0,
         )
-        for _ in range(2):
-            draft.train_step(batches[mesh.get_local_rank("dp")], next_token_loss)
-            for batch in batches:
+        for second in (batches[1], batches[1] | nothing):
+            pairs = (batches[0], second)
+            draft.train_step(pairs[mesh.get_local_rank("dp")], next_token_loss)
+            assert equal(gradients(pipeline.stages), expected), placement
+            pipeline.stages[0].zero_grad()
+            for batch in pairs:
                 one.train_step(batch)
             assert relative_error(summed_gradient(draft), flat_gradient(one.learner)) <= TOLERANCE
             check_report(draft.step(), one.learner.step(), placement)
+        draft.train_step(batches[mesh.get_local_rank("dp")], next_token_loss)
+        if rank == 2:  # the last stage of the first replica
+            learner.optimizer.step = raise_out_of_memory
+        with pytest.raises(torch.OutOfMemoryError if rank == 2 else RuntimeError, match="no room"):
+            draft.step()
         draft.close()
 
 
 def four_ranks(rank):
     check_four_ranks(rank)
+    check_borrowed_weights(rank)
     check_slow_stages(rank)
     check_replicas(rank)
 

@@ -5,6 +5,9 @@ import os
 import re
 import signal
 import time
+import uuid
+import weakref
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -13,7 +16,8 @@ import torch
 from tap_ranks import chain_routes, open_channel, outcomes_of, outcomes_of_cases, run_step, values_of
 from torch import distributed as dist
 
-from hf_codraft.taps.channel import TapChannel, TapProtocolError, TapRoute
+from hf_codraft.taps.channel import TapChannel, TapError, TapProtocolError, TapRoute
+from hf_codraft.taps.slots import Action, check_num_slots, place_draft
 
 transports = pytest.mark.parametrize("transport", ["shm", "gloo"])
 
@@ -28,6 +32,10 @@ def pair():
     of_transport = (carries_views, publishes_ahead, fills_ring, counts_differently)
     cases = {(f, transport): (f, (transport,)) for f in of_transport for transport in ("shm", "gloo")}
     cases |= {f: (f, ()) for f in (opens_and_looks, automatic)}
+    for transport in ("shm", "gloo"):
+        for name, num_stages, num_slots, in_turn in SCHEDULE_RUNS[transport]:
+            args = (transport, *schedule_with_draft(name, num_stages), num_slots, in_turn)
+            cases[transport, name, num_slots, in_turn] = (follows_schedule, args)
     return outcomes_of_cases(cases, 2)
 
 
@@ -155,6 +163,106 @@ def test_a_full_ring_ends_in_a_timeout_that_names_who_waits_for_whom(pair, trans
         "2 slot(s)",
     ):
         assert part in outcome.text
+
+
+# Slots and schedules: two ranks, a tap on stage 0, the draft inside the last stage's forward
+
+
+NUM_MICROBATCHES = 6
+# name, stages, slots (None: the default), in turn?
+SOUND_RUNS = [
+    ("1F1B", 2, None, True),
+    ("1F1B", 2, 1, False),
+    ("Interleaved1F1B", 4, None, True),
+    ("GPipe", 2, None, True),
+    ("GPipe", 2, 1, False),
+]
+# Too few for GPipe's six; gloo's source has as many snapshots again as its sink has landing slots.
+SHORT_RUNS = {"shm": ("GPipe", 2, 5, True), "gloo": ("GPipe", 2, 2, True)}
+SCHEDULE_RUNS = {transport: [*SOUND_RUNS, short] for transport, short in SHORT_RUNS.items()}
+
+
+def schedule_with_draft(name: str, num_stages: int) -> tuple[dict[int, list[Action]], int]:
+    """The work of both ranks, and the number of slots that a pipeline takes for it by default."""
+    from hf_codraft.parallel.schedule import schedule_order  # in the parent alone: it takes long to import
+
+    order = place_draft(schedule_order(name, 2, num_stages, NUM_MICROBATCHES), "last_inside")
+    return order, check_num_slots(None, order, source_stages=[0], schedule=name)
+
+
+def with_late_drafts(order: dict[int, list[Action]]) -> list[Action]:
+    """The work of all ranks one after the other, every draft work only where nothing else can go on without it."""
+    left, done = {rank: list(actions) for rank, actions in order.items()}, []
+    last_stage = max(action.stage for actions in order.values() for action in actions)
+
+    def awaited(action):
+        if action.kind == "F":
+            return Action("F", action.stage - 1, action.microbatch) if action.stage else None
+        if action.kind == "B" and action.stage < last_stage:
+            return Action("B", action.stage + 1, action.microbatch)
+        return Action("F", action.stage, action.microbatch)
+
+    while any(left.values()):
+        ready = [actions for actions in left.values() if actions and awaited(actions[0]) in (None, *done)]
+        done.append(min(ready, key=lambda actions: actions[0].kind == "D").pop(0))
+    return done
+
+
+def follows_schedule(
+    rank: int, transport: str, order: dict[int, list[Action]], default: int, num_slots: int | None, in_turn: bool
+) -> int:
+    """A step without a model: in turn, with every release as late as the schedule permits; or as fast as the ranks can."""
+    is_short = in_turn and num_slots is not None
+    options = dict(transport=transport, num_slots=num_slots or default, timeout_s=0.4 if is_short else 20.0)
+    failure, num_done, sent, last_stage = None, 0, [], max(action.stage for action in order[1])
+    with open_channel([TapRoute(0, 0, 0, 4, torch.float32)], [1], **options) as channel:
+        channel.begin_step(0, NUM_MICROBATCHES)
+
+        def perform(kind, stage, microbatch):
+            forwards = kind == "F"
+            tag = 2 * microbatch + forwards
+            if kind != "D" and not in_turn and stage != (0 if forwards else last_stage):
+                dist.recv(torch.empty(1), 1 - rank, tag=tag)
+            if forwards and stage == 0:
+                channel.publish(microbatch, 0, torch.full((4,), float(microbatch)))
+            if kind == "D":
+                assert torch.equal(channel.collect(microbatch)[0], torch.full((4,), float(microbatch)))
+                time.sleep(0.0 if in_turn else 0.002)
+                channel.release(microbatch)
+            if kind != "D" and not in_turn and stage != (last_stage if forwards else 0):
+                sent.append(dist.isend(torch.zeros(1), 1 - rank, tag=tag))
+
+        for action in with_late_drafts(order) if in_turn else order[rank]:
+            if failure is None and action in order[rank]:
+                try:
+                    perform(action.kind, action.stage, action.microbatch)
+                    num_done += 1
+                except TapError as error:
+                    failure = error
+            if in_turn:
+                dist.barrier()
+        if failure is not None:
+            raise failure
+        channel.end_step()
+    for transfer in sent:
+        transfer.wait()
+    return num_done
+
+
+@transports
+def test_no_publish_of_a_schedule_waits_at_the_default_number_of_slots_and_with_one_it_runs(pair, transport):
+    for name, num_stages, num_slots, in_turn in SOUND_RUNS:
+        source, sink = pair[transport, name, num_slots, in_turn]
+        num_forwards_and_backwards = NUM_MICROBATCHES * num_stages
+        assert source.value == num_forwards_and_backwards, (name, num_slots, source, sink)
+        assert sink.value == num_forwards_and_backwards + NUM_MICROBATCHES, (name, num_slots, source, sink)
+
+
+@pytest.mark.parametrize(("transport", "stuck_at"), [("shm", 5), ("gloo", 4)])
+def test_with_fewer_slots_a_publish_waits_for_a_draft_that_is_late(pair, transport, stuck_at):
+    name, _, num_slots, in_turn = SHORT_RUNS[transport]
+    source = pair[transport, name, num_slots, in_turn][0]
+    assert source.error == "TapTimeout" and f"publish({stuck_at}, tap 0) waits for rank 1" in source.text, source
 
 
 # Faults of the caller
@@ -322,8 +430,8 @@ def test_a_step_that_differs_between_ranks_is_named_at_the_first_tap(pair, trans
 # Faults of the world
 
 
-def stops_in_step(rank: int, transport: str, victim: int, fault: str, kill_at: str) -> None:
-    """Three ranks; `victim` is killed, frozen or errs in the middle of step 2."""
+def stops_in_step(rank: int, transport: str, victim: int, fault: str, kill_at: str, folder: Path) -> None:
+    """Three ranks; `victim` is killed, frozen or errs in the middle of step 2, and notes when."""
     if kill_at == "setup" and rank == victim:
         original = TapChannel._make_transport
 
@@ -338,6 +446,7 @@ def stops_in_step(rank: int, transport: str, victim: int, fault: str, kill_at: s
         channel.begin_step(2, 50)
         for microbatch in range(50):
             if rank == victim and microbatch == 3:
+                (folder / "stopped").write_text(str(time.monotonic()))
                 if fault == "killed":
                     os.kill(os.getpid(), signal.SIGKILL)
                 if fault == "frozen":
@@ -354,31 +463,34 @@ def stops_in_step(rank: int, transport: str, victim: int, fault: str, kill_at: s
 @transports
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("fault", ["killed", "raised"])
-def test_a_rank_that_dies_or_fails_ends_the_others_within_seconds_and_leaves_nothing(transport, victim, fault):
-    before, start = shared_files(), time.monotonic()
-    outcomes = outcomes_of(stops_in_step, 3, transport, victim, fault, "step", timeout_s=60.0)
+def test_a_rank_that_dies_or_fails_ends_the_others_within_seconds_and_leaves_nothing(
+    transport, victim, fault, tmp_path
+):
+    before = shared_files()
+    outcomes = outcomes_of(stops_in_step, 3, transport, victim, fault, "step", tmp_path, timeout_s=60.0)
+    stopped_at_s = float((tmp_path / "stopped").read_text())
     assert outcomes[victim].error == ("KeyError" if fault == "raised" else "died")
     for rank, outcome in enumerate(outcomes):
         if rank != victim:
             assert outcome.error == "TapPeerLost", (rank, outcome)
             assert "step 2" in outcome.text
-    if transport == "shm":
+            assert outcome.ended_at_s - stopped_at_s < 10.0, outcome
+            if fault == "killed":  # whoever hears of it from another survivor names the dead one too
+                named = rf"the process of rank {victim} died|rank\(s\) \[[^]]*\b{victim}\b[^]]*\] ended"
+                assert re.search(named, outcome.text), outcome
+    if transport == "shm" and fault == "raised":
         texts = [outcome.text for rank, outcome in enumerate(outcomes) if rank != victim]
-        said = f"rank {victim} aborted: KeyError: " if fault == "raised" else f"the process of rank {victim} died"
-        assert any(said in text for text in texts), texts
-    ends = [outcome.ended_at_s for rank, outcome in enumerate(outcomes) if rank != victim]
-    if fault == "raised":
-        assert max(ends) - outcomes[victim].ended_at_s < 10.0
-    else:
-        assert max(ends) - min(ends) < 5.0 and max(ends) - start < 45.0
+        assert any(f"rank {victim} aborted: KeyError: " in text for text in texts), texts
     assert shared_files() <= before
 
 
 @pytest.mark.slow
 @transports
 @pytest.mark.parametrize("victim", [0, 2])
-def test_a_frozen_rank_is_named_by_the_timeout(transport, victim):
-    outcomes = outcomes_of(stops_in_step, 3, transport, victim, "frozen", "step", absent=(victim,), timeout_s=60.0)
+def test_a_frozen_rank_is_named_by_the_timeout(transport, victim, tmp_path):
+    outcomes = outcomes_of(
+        stops_in_step, 3, transport, victim, "frozen", "step", tmp_path, absent=(victim,), timeout_s=60.0
+    )
     texts = {rank: outcome.text for rank, outcome in enumerate(outcomes) if rank != victim}
     assert all(outcomes[rank].error in ("TapTimeout", "TapPeerLost") for rank in texts)
     timeouts = [text for rank, text in texts.items() if outcomes[rank].error == "TapTimeout"]
@@ -391,10 +503,10 @@ def test_a_frozen_rank_is_named_by_the_timeout(transport, victim):
 
 
 @pytest.mark.slow
-def test_a_rank_killed_during_setup_leaves_nothing_in_shared_memory():
+def test_a_rank_killed_during_setup_leaves_nothing_in_shared_memory(tmp_path):
     before = shared_files()
     # The others wait in the group's own collective, which sees the connection close.
-    outcomes = outcomes_of(stops_in_step, 3, "shm", 0, "killed", "setup", timeout_s=60.0)
+    outcomes = outcomes_of(stops_in_step, 3, "shm", 0, "killed", "setup", tmp_path, timeout_s=60.0)
     assert outcomes[0].error == "died" and outcomes[1].error and outcomes[2].error
     assert shared_files() <= before
 
@@ -450,41 +562,74 @@ def test_the_choice_names_its_reason_and_a_forced_transport_that_cannot_work_is_
 # Rings between devices, on devices that are played: memory that both processes map, streams that are always done
 
 
+@dataclass(frozen=True)
+class PlayedHandle:
+    """An open file of the process that exported something: gone with its owner, and never taken for a later one."""
+
+    pid: int
+    descriptor: int
+    name: str
+
+    @classmethod
+    def made(cls, owner, descriptor):
+        weakref.finalize(owner, os.close, descriptor)
+        return cls(os.getpid(), descriptor, os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    def path(self):
+        path = f"/proc/{self.pid}/fd/{self.descriptor}"
+        try:
+            is_there = os.readlink(path) == self.name
+        except OSError:
+            is_there = False
+        if not is_there:
+            raise RuntimeError("what this handle stands for was freed by the process that made it")
+        return path
+
+
+class PlayedEvent:
+    """An event, made here or opened by its handle; every use of it needs the one that was made."""
+
+    def __init__(self, handle=None):
+        self.handle = handle or PlayedHandle.made(self, os.memfd_create(f"event-{uuid.uuid4().hex}"))
+
+
 class PlayedDevice:
     """A `DeviceLayer` whose device is the host. Nothing of it was run on a GPU."""
 
     def __init__(self, *, shares_memory: bool = True):
         self.shares_memory = shares_memory
-        self.files: dict[int, tuple[int, int]] = {}
+        self.probe = None
+        self.handles: dict[int, PlayedHandle] = {}
 
     def allocate(self, num_bytes):
-        descriptor = os.memfd_create("played")
+        descriptor = os.memfd_create(f"memory-{uuid.uuid4().hex}")
         os.ftruncate(descriptor, num_bytes)
-        memory = torch.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=torch.uint8)
-        self.files[memory.data_ptr()] = (descriptor, num_bytes)
+        mapped = mmap.mmap(descriptor, num_bytes)
+        memory = torch.frombuffer(mapped, dtype=torch.uint8)
+        self.handles[memory.data_ptr()] = PlayedHandle.made(mapped, descriptor)
         return memory
 
     def export_memory(self, memory):
         if not self.shares_memory:
             raise RuntimeError("the allocator's segments can't be exported")
-        return os.getpid(), *self.files[memory.data_ptr()]
+        return self.handles[memory.data_ptr()], len(memory)
 
     def open_memory(self, handle):
-        pid, descriptor, num_bytes = handle
-        opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
-        return torch.frombuffer(mmap.mmap(opened, num_bytes), dtype=torch.uint8)
+        opened = os.open(handle[0].path(), os.O_RDWR)
+        return torch.frombuffer(mmap.mmap(opened, handle[1]), dtype=torch.uint8)
 
     def new_event(self, *, is_shared=False):
-        return "event"
+        return PlayedEvent()
 
     def export_event(self, event):
-        return event
+        return event.handle
 
     def open_event(self, handle):
-        return handle
+        handle.path()
+        return PlayedEvent(handle)
 
     def record(self, event, *, stream):
-        assert event == "event"
+        event.handle.path()
 
     wait = record
 
@@ -507,7 +652,19 @@ class PlayedDevice:
         pair.abort()
 
 
-def plays_devices(rank: int) -> list[tuple[str, int]]:
+def sources_leave_first(rank: int) -> list[int]:
+    """The sink begins when the sources are through, and are about to free what it has opened."""
+    compared = []
+    for num_microbatches in (1, 3, 7):
+        with open_channel(chain_routes(3), [2], num_slots=3, device_layer=PlayedDevice()) as channel:
+            if rank == 2:
+                time.sleep(0.2)
+            compared.append(run_step(channel, 0, num_microbatches, (4, 4)))
+        assert channel.choice.name == "cuda_ipc"
+    return compared
+
+
+def plays_devices(rank: int) -> tuple[list[int], list[tuple[str, int]]]:
     dist.is_nccl_available = lambda: True
     found = []
     for shares_memory in (True, rank != 1):  # then one rank's memory can't be shared
@@ -516,12 +673,13 @@ def plays_devices(rank: int) -> list[tuple[str, int]]:
             with open_channel(chain_routes(3), sinks, num_slots=3, device_layer=device, check_crc=True) as channel:
                 compared = [run_step(channel, step, count, (4, 4)) for step, count in enumerate((4, 7))]
                 found.append((channel.describe(), sum(compared)))
-    return found
+    return sources_leave_first(rank), found
 
 
 @pytest.mark.slow
 def test_the_rings_between_devices_are_wired_alike_on_all_ranks_and_a_failed_probe_chooses_another():
-    ranks = values_of(plays_devices, 3)
+    late, ranks = zip(*values_of(plays_devices, 3))
+    assert late == ([0, 0, 0], [0, 0, 0], [3, 9, 21])
     texts = [text for text, _ in ranks[0]]
     assert all([text for text, _ in rank] == texts for rank in ranks)
     assert all(" by cuda_ipc (the taps lie on GPUs of one host; not run on a GPU)" in text for text in texts[:3])

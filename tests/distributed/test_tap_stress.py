@@ -1,4 +1,4 @@
-"""Tens of thousands of taps through a shared-memory ring, and broken rings, which must not get through."""
+"""Tens of thousands of taps through the rings of shared memory and of gloo, and broken rings, which must not get through."""
 
 import random
 import time
@@ -9,9 +9,12 @@ import torch
 from tap_ranks import open_channel, outcomes_of_cases
 
 from hf_codraft.taps.channel import TapChannel, TapRoute
+from hf_codraft.taps.transports.gloo import GlooRing, GlooTransport
 from hf_codraft.taps.transports.shm import ShmRing, ShmTransport
 
 NUM_TAPS = 2
+
+# Broken rings in shared memory
 
 
 class SequenceFirst(ShmRing):
@@ -55,7 +58,46 @@ class NoBackPressure(ShmRing):
         pass
 
 
-class LostTap(ShmRing):
+# Broken rings over gloo, whose header and payload travel as one message
+
+
+class EarlyReceive(GlooRing):
+    """Lets the next message into the slot as soon as it was read."""
+
+    def read(self, sequence):
+        message = super().read(sequence)
+        super().release()
+        return message
+
+    def release(self):
+        pass
+
+
+class Overwriting(GlooRing):
+    """Writes into snapshots that gloo may not have sent yet."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.unfinished = []  # gloo forgets a transfer that nobody holds
+
+    def _finish_oldest(self, timeout_s):
+        if self._num_sent:
+            self.unfinished.append(self._pending.popleft())
+        else:
+            super()._finish_oldest(timeout_s)
+
+
+class SharedTag(GlooRing):
+    """Two rings take each other's messages."""
+
+    def __init__(self, plan, backend, **kwargs):
+        super().__init__(plan, backend, **(kwargs | {"tag": 0}))
+
+
+# Broken sources of any ring
+
+
+class LostTap:
     """Loses one message."""
 
     def write(self, header, payload):
@@ -63,7 +105,7 @@ class LostTap(ShmRing):
             super().write(header, payload)
 
 
-class Renumbered(ShmRing):
+class Renumbered:
     """Loses one message and closes the gap."""
 
     def write(self, header, payload):
@@ -71,7 +113,7 @@ class Renumbered(ShmRing):
             super().write(replace(header, sequence=header.sequence - (header.sequence > 57)), payload)
 
 
-class SentTwice(ShmRing):
+class SentTwice:
     """Sends one message twice."""
 
     def write(self, header, payload):
@@ -80,23 +122,31 @@ class SentTwice(ShmRing):
             super().write(replace(header, sequence=58), payload)
 
 
-class WrongBytes(ShmRing):
+class WrongBytes:
     """Changes one element of one message."""
 
-    def _write_payload(self, header, payload):
-        super()._write_payload(header, payload + (header.sequence == 57))
+    def write(self, header, payload):
+        super().write(header, payload + (header.sequence == 57))
 
 
+RINGS = {"shm": (ShmTransport, ShmRing), "gloo": (GlooTransport, GlooRing)}
 MUTANTS = {
-    SequenceFirst: ("TapProtocolError",),
-    HeaderFirst: ("TapProtocolError",),
-    EarlyRelease: ("TapProtocolError",),
-    NoBackPressure: ("TapProtocolError",),
-    LostTap: ("TapTimeout",),
-    Renumbered: ("TapProtocolError",),
+    ("shm", SequenceFirst): ("TapProtocolError",),
+    ("shm", HeaderFirst): ("TapProtocolError",),
+    ("shm", EarlyRelease): ("TapProtocolError",),
+    ("shm", NoBackPressure): ("TapProtocolError",),
+    ("shm", LostTap): ("TapTimeout",),
+    ("shm", Renumbered): ("TapProtocolError",),
     # The second one takes the slot of another message: it is read in its place, or the ring stands still.
-    SentTwice: ("TapProtocolError", "TapTimeout"),
-    WrongBytes: ("TapProtocolError",),
+    ("shm", SentTwice): ("TapProtocolError", "TapTimeout"),
+    ("shm", WrongBytes): ("TapProtocolError",),
+    ("gloo", EarlyReceive): ("TapProtocolError",),
+    ("gloo", Overwriting): ("TapProtocolError",),
+    ("gloo", SharedTag): ("TapProtocolError",),
+    ("gloo", LostTap): ("TapProtocolError",),
+    ("gloo", Renumbered): ("TapProtocolError",),
+    ("gloo", SentTwice): ("TapProtocolError",),
+    ("gloo", WrongBytes): ("TapProtocolError",),
 }
 
 
@@ -113,13 +163,19 @@ def release(channel: TapChannel, microbatch: int, taps: dict[int, torch.Tensor],
     return len(taps)
 
 
-def stress(rank: int, ring_class: type[ShmRing], num_slots: int, num_steps: int, num_microbatches: int) -> int:
+def stress(
+    rank: int, transport: str, mutant: type | None, num_slots: int, num_steps: int, num_microbatches: int
+) -> int:
     """Source and sink in bursts of random length, each in turn the slower one; the sink holds random numbers of slots."""
-    ShmTransport.ring_class = ring_class
+    transport_class, sound = RINGS[transport]
+    if mutant is None:
+        transport_class.ring_class = sound
+    else:
+        transport_class.ring_class = mutant if issubclass(mutant, sound) else type("Broken", (mutant, sound), {})
     routes = [TapRoute(tap_id, 0, 0, 64, torch.float32) for tap_id in range(NUM_TAPS)]
     random.seed(rank)
     compared = 0
-    with open_channel(routes, [1], transport="shm", num_slots=num_slots, check_crc=True, timeout_s=3.0) as channel:
+    with open_channel(routes, [1], transport=transport, num_slots=num_slots, check_crc=True, timeout_s=3.0) as channel:
         for step in range(num_steps):
             channel.begin_step(step, num_microbatches)
             held = []
@@ -133,27 +189,37 @@ def stress(rank: int, ring_class: type[ShmRing], num_slots: int, num_steps: int,
                 held.append((microbatch, channel.collect(microbatch)))
                 while held and (len(held) == num_slots or random.random() < 0.5):
                     oldest, taps = held.pop(0)
-                    compared += release(channel, oldest, taps, step=step, compares=ring_class is ShmRing)
+                    compared += release(channel, oldest, taps, step=step, compares=mutant is None)
             for oldest, taps in held:
-                compared += release(channel, oldest, taps, step=step, compares=ring_class is ShmRing)
+                compared += release(channel, oldest, taps, step=step, compares=mutant is None)
             channel.end_step()
     return compared
 
 
 @pytest.mark.slow
 def test_tens_of_thousands_of_taps_arrive_in_order_and_whole_with_1_2_and_many_slots():
-    cases = {num_slots: (stress, (ShmRing, num_slots, 40, 100)) for num_slots in (1, 2, 13)}
-    for outcomes in outcomes_of_cases(cases, 2, timeout_s=200.0).values():
-        assert not outcomes[0].error and not outcomes[1].error, outcomes
-        assert outcomes[1].value == 40 * 100 * NUM_TAPS
+    cases = {
+        (transport, num_slots, num_steps): (stress, (transport, None, num_slots, num_steps, 100))
+        for transport, num_steps in (("shm", 40), ("gloo", 35))
+        for num_slots in (1, 2, 13)
+    }
+    num_taps = dict.fromkeys(RINGS, 0)
+    for (transport, _, num_steps), (source, sink) in outcomes_of_cases(cases, 2, timeout_s=200.0).items():
+        assert not source.error and not sink.error, (transport, source, sink)
+        assert sink.value == num_steps * 100 * NUM_TAPS
+        num_taps[transport] += sink.value
+    assert min(num_taps.values()) > 20_000
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_slots", [1, 3])
 def test_the_stress_lets_no_broken_ring_through(num_slots):
-    cases = {mutant: (stress, (mutant, num_slots, 5, 100)) for mutant in (ShmRing, *MUTANTS)}
+    sound = [(transport, None) for transport in RINGS]
+    cases = {names: (stress, (*names, num_slots, 5, 100)) for names in (*sound, *MUTANTS)}
+    if num_slots == 1:  # each ring has one receive out, and both take turns as the source does
+        del cases["gloo", SharedTag]
     outcomes = outcomes_of_cases(cases, 2, timeout_s=120.0)
-    assert not any(outcome.error for outcome in outcomes.pop(ShmRing))
-    for mutant, (source, sink) in outcomes.items():
-        assert sink.error in MUTANTS[mutant], (mutant.__name__, sink)
-        assert source.error == "TapPeerLost" or source.value is not None, (mutant.__name__, source)
+    assert not any(outcome.error for names in sound for outcome in outcomes.pop(names))
+    for names, (source, sink) in outcomes.items():
+        assert sink.error in MUTANTS[names], (names, sink)
+        assert source.error == "TapPeerLost" or source.value is not None, (names, source)

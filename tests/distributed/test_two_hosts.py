@@ -1,4 +1,7 @@
-"""Gloo's taps between two hosts: two network namespaces, joined by a pair of virtual cards or by a slow wire.
+"""Gloo's taps between two hosts: two network namespaces, joined by a pair of virtual cards (veth), without and with latency.
+
+The kernel delays the packets of the pair (`tc qdisc add ... netem`). One that was built without netem can't: then the pair
+has no latency, and two TAP cards with a wire of our own between them (`slow_wire.py`) take its place in the slow case.
 
 The namespaces share a kernel, so that shared memory would be chosen between them; the transport is named.
 """
@@ -36,7 +39,28 @@ def join_directly(names: list[str]) -> list[subprocess.Popen]:
     return []
 
 
-def join_by_slow_wire(names: list[str], delay_ms: int) -> list[subprocess.Popen]:
+def delay_packets(names: list[str], delay_ms: int) -> str:
+    """Why the kernel can't delay what the pair of cards sends, or an empty string."""
+    if shutil.which("tc") is None:
+        return "no `tc` (iproute2)"
+    for name in names:
+        words = f"tc -n {name} qdisc add dev card root netem delay {delay_ms}ms".split()
+        done = subprocess.run(words, capture_output=True, text=True, timeout=30)
+        if done.returncode:
+            return f"`{' '.join(words)}`: {done.stderr.strip()}"
+    return ""
+
+
+def join_slowly(names: list[str], delay_ms: int) -> list[subprocess.Popen]:
+    join_directly(names)
+    no_netem = delay_packets(names, delay_ms)
+    if not no_netem:
+        return []
+    command(*f"ip -n {names[0]} link delete card".split())  # the other end goes with it
+    return join_by_slow_wire(names, delay_ms, no_netem=no_netem)
+
+
+def join_by_slow_wire(names: list[str], delay_ms: int, *, no_netem: str) -> list[subprocess.Popen]:
     """The two processes that carry the packets."""
     script, processes = str(Path(__file__).parent / "slow_wire.py"), []
     for name, end in zip(names, socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)):
@@ -50,7 +74,9 @@ def join_by_slow_wire(names: list[str], delay_ms: int) -> list[subprocess.Popen]
             reason = process.stderr.read().strip().splitlines()[-1]
             for started in processes:
                 started.kill()
-            pytest.skip(f"two network namespaces with latency can't be made here: {reason}")
+            pytest.skip(
+                f"latency between two network namespaces can't be made here: not by netem: {no_netem}; not by TAP cards: {reason}"
+            )
     return processes
 
 
@@ -63,7 +89,7 @@ def hosts(request):
     try:
         for name in names:
             command("ip", "netns", "add", name)
-        wire = join_by_slow_wire(names, request.param) if request.param else join_directly(names)
+        wire = join_slowly(names, request.param) if request.param else join_directly(names)
         for name, address in zip(names, ADDRESSES):
             command(*f"ip -n {name} addr add {address}/24 dev card".split())
             # gloo would take the card's own IPv6 address, which reaches nobody without naming the card

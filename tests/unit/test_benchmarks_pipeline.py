@@ -49,10 +49,10 @@ def test_fit_finds_where_a_rising_function_reaches_a_value(benchmark):
     assert benchmark.fit(lambda x: 3.0 + 2.0 * x, 2.0) < 1e-9
 
 
-def made_up_rows(benchmark, *, taps=1.0, balanced=1.08, simulated=1.0):
+def made_up_rows(benchmark, *, taps=1.0, spread=1.08, simulated=1.0):
     ratios = dict.fromkeys(benchmark.VARIANTS, 1.0) | {
-        "taps, shm": taps, "taps, gloo": 1.0, "last_inside": 1.3, "last_deferred": 1.2, "spread": 1.09,
-        "spread_balanced": balanced,
+        "taps, shm": taps, "taps, gloo": 1.0, "last_inside": 1.3, "last_deferred": 1.2, "spread": spread,
+        "spread, m mod P": 1.15,
     }  # fmt: skip
     return [
         {
@@ -67,11 +67,23 @@ def made_up_rows(benchmark, *, taps=1.0, balanced=1.08, simulated=1.0):
 
 
 def test_each_aim_is_missed_by_its_own_figure(benchmark):
-    assert [aim["is_met"] for aim in benchmark.check_aims(made_up_rows(benchmark))] == [True] * 5
-    missed = [{"taps": 1.1}, {"balanced": 1.11}, {"simulated": 1.2}]
+    aims = benchmark.check_aims(made_up_rows(benchmark))
+    assert [aim["is_met"] for aim in aims] == [True] * 5
+    assert aims[3]["figure"] == "0.267 (m mod P: 0.500)"  # the default is judged, and m mod P stands beside it
+    missed = [{"taps": 1.1}, {"spread": 1.11}, {"simulated": 1.2}]
     for position, changes in zip((0, 3, 4), missed):
         verdicts = [aim["is_met"] for aim in benchmark.check_aims(made_up_rows(benchmark, **changes))]
         assert verdicts == [i != position for i in range(5)]
+
+
+def test_the_simulated_step_has_the_sinks_that_ran(benchmark):
+    """Made-up reports of two ranks whose spread ran wholly on rank 1, as long as the last, deferred."""
+    scale = benchmark.Scale(num_microbatches=4, rounds=1, ranks=(2,))
+    common = {"step_s": 1.0, "draft_step_s": 0.0, "F_s": [0.1] * 4, "B_s": [0.2] * 4, "D_s": [0.3]}
+    sinks = dict.fromkeys(benchmark.PLACED, [1] * 4) | {benchmark.IN_TURN: [0, 1, 0, 1]}
+    ranks = [[common | {"variant": name, "sinks": sinks.get(name)} for name in benchmark.VARIANTS]] * 2
+    found = {row["variant"]: row.get("simulated_s") for row in benchmark.summarize(2, scale, ranks)}
+    assert found["spread"] == found["last_deferred"] > found[benchmark.IN_TURN] > 0.0
 
 
 @pytest.mark.slow
@@ -89,10 +101,14 @@ def test_a_quick_run_reports_every_variant(benchmark, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     rows = json.loads((tmp_path / "r.json").read_text())["rows"]
+    sinks = {row["variant"]: row["sinks"] for row in rows if row["num_ranks"] == 4 and "sinks" in row}
+    assert sinks["spread"] != sinks["spread, m mod P"] == 2 * [0, 1, 2, 3] and sinks["last_inside"] == 8 * [3]
     assert [row["variant"] for row in rows] == 2 * list(benchmark.VARIANTS)
     sent = {(row["num_ranks"], row["variant"]): row["bytes_published"] for row in rows}
     # 8 microbatches of 32 tokens, 32 wide, in fp32; of two ranks the first owns taps 0 and 2
     assert sent[2, "taps, shm"] == sent[2, "taps, gloo"] == sent[2, "taps, relay"] == 2 * 8 * 32 * 32 * 4
+    # of four, tap 0 travels over three hops and tap 2 over two, or both straight to the last rank
+    assert sent[4, "taps, relay"] == 2.5 * sent[4, "taps, shm"] == 5 * 8 * 32 * 32 * 4
     assert sent[2, "no taps"] == 0
     table = (tmp_path / "t.md").read_text()
     assert "Simulated, not measured" in table and "| 1F1B | 16 | 40% |" in table

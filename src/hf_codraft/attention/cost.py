@@ -77,9 +77,12 @@ class RankCost:
 
     Args:
         forward, backward ([`Sent`]): messages.
-        remote_bytes (`int`): other ranks' keys, values and their gradients held at one time, at most, in the backward;
-            copies on their way (two parcels at a time) are not counted.
-        saved_bytes (`int`): see [`Heads.saved_bytes`].
+        remote_bytes (`int`): other ranks' keys and values (or queries that visit) and their gradients that the backward
+            works on at one time, at most. What travels meanwhile comes on top: on the ring, the next shard's; on the direct
+            route, the next rank's keys and the gradients of two ranks, both those that leave and those that come home; of
+            block drafts, everything that one backward sends and gets.
+        saved_bytes (`int`): see [`Heads.saved_bytes`]. The trunk's own keys and values, which autograd holds too, come on
+            top, and so do those of other ranks that are kept (they are in `remote_bytes`).
         num_pairs (`int`): pairs of a query and a trunk or branch key, over all passes.
         forward_flops, backward_flops (`int`): of those pairs; the backward computes the scores anew.
     """
@@ -281,12 +284,14 @@ def _block_cost(
     others = [other for other in range(blocks.layout.world) if other != rank]
     num_channels = heads.num_heads * heads.head_dim
     if route == "keys":
-        num_asked = sum(num_in(blocks.keys(rank, other)) for other in others)
-        remote_bytes = num_asked * (heads.key_bytes + heads.gradient_bytes)
+        num_asked = [num_in(blocks.keys(rank, other)) for other in others]
+        # all keys stay for the backward, which makes their gradients one rank after another
+        remote_bytes = sum(num_asked) * heads.key_bytes + max(num_asked, default=0) * heads.gradient_bytes
         served = [(rank, other) for other in range(blocks.layout.world)]
     else:
-        num_visiting = sum(num_in(blocks.rows(other, rank)) for other in others)
-        remote_bytes = num_visiting * num_channels * heads.dtype.itemsize
+        visiting = [num_in(blocks.rows(other, rank)) for other in others]
+        sizes = heads.dtype.itemsize, heads.stat_bytes
+        remote_bytes = num_channels * (sum(visiting) * sizes[0] + max(visiting, default=0) * sizes[1])
         served = [(other, rank) for other in range(blocks.layout.world)]
     own = num_slots * (num_slots + 1) // 2 if is_causal else num_slots**2
     num_pairs = sum(block.num_pairs for pair in served for block in blocks.between(*pair))

@@ -10,7 +10,7 @@ Legend: T tokens of a rank, M key/value heads, D head size.
 Keys and values travel in their own dtype, gradients in fp32 (fp64 for fp64).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,7 @@ from hf_codraft.attention.shard import Shard
 from hf_codraft.attention.transport import Delivery, Spec
 
 ROUTES = ("direct", "ring")
+Gradients = tuple[torch.Tensor, torch.Tensor]  # of some keys and of their values
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,9 @@ class KeyExchange:
 
     def runs_from(self, peer: int) -> tuple[Run, ...]:
         """Which tokens this rank gets from a peer on the direct route, and where they lie in what it gets."""
+        return self.shard.once(("runs from", peer, self.window), lambda: self._runs_from(peer))
+
+    def _runs_from(self, peer: int) -> tuple[Run, ...]:
         runs: list[Run] = []
         offset = 0
         for start, end in self.ranges(self.rank, peer):
@@ -95,10 +99,11 @@ class KeyExchange:
             if not asked:
                 return
             source, delivery = asked.pop()
-            k, v = delivery.wait()
+            arrived = [PeerKeys(source, self.runs_from(source), *delivery.wait())]
+            del delivery  # else what was used would stay until the next has come
             if step is not None:
                 asked.append(self._ask(step, k_TMD, v_TMD))
-            yield PeerKeys(source, self.runs_from(source), k, v)
+            yield arrived.pop()
 
     def send_home(
         self, step: int, grad_k: torch.Tensor, grad_v: torch.Tensor
@@ -125,6 +130,26 @@ class KeyExchange:
 
         return add
 
+    def return_gradients(
+        self,
+        found: Iterable[tuple[int, Gradients]],
+        own_grad_k: torch.Tensor,
+        own_grad_v: torch.Tensor,
+    ) -> None:
+        """Sends home what is found, distance by distance, and adds what comes to the gradients of this rank's own keys.
+
+        What comes is added one distance late: it travels while the next gradients are computed, and no more than two
+        distances' parcels exist at a time.
+        """
+        late: list[Callable[[torch.Tensor, torch.Tensor], None]] = []
+        for step, gradients in found:
+            late.append(self.send_home(step, *gradients))
+            del gradients  # a copy of them is on its way
+            if len(late) > 1:
+                late.pop(0)(own_grad_k, own_grad_v)
+        for add in late:
+            add(own_grad_k, own_grad_v)
+
     def hop(self, source: int, tensors: list[torch.Tensor], what: str) -> list[torch.Tensor]:
         """Passes the tensors of a shard on to the next rank and takes those of `source`'s from the one before."""
         num_tokens = self.shard.layout.num_local(source)
@@ -148,7 +173,7 @@ class KeyExchange:
         self,
         k_TMD: torch.Tensor,
         v_TMD: torch.Tensor,
-        differentiate: Callable[[PeerKeys, torch.Tensor, torch.Tensor], None],
+        differentiate: Callable[[PeerKeys, torch.Tensor, torch.Tensor], object],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The ring's backward: gradients hop along behind their keys and are home after a full round.
 

@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from hf_codraft.attention.merge import stat_zeros
 from hf_codraft.attention.shard import Shard
 from hf_codraft.attention.trunk import Queries, Trunk
 
@@ -80,11 +82,10 @@ def _rounds(passes: TiledPasses, trunk: Trunk) -> int:
     return int(max(own, *(x.item() for x in shard.gather(count))))
 
 
-def _add(sums: list[torch.Tensor | None], grads: Sequence[torch.Tensor | None]) -> None:
-    for number, grad in enumerate(grads):
+def _add_(sums: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
+    for total, grad in zip(sums, grads, strict=True):
         if grad is not None:
-            total = sums[number]
-            sums[number] = grad if total is None else total.add_(grad)
+            total.add_(grad)
 
 
 class _TiledLoss(torch.autograd.Function):
@@ -93,7 +94,7 @@ class _TiledLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, passes: TiledPasses, *parameters: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         token_tiles = passes.tiles(passes.shard.num_tokens) or [slice(0, 0)]
-        sums: list[torch.Tensor | None] = [None] * len(parameters)
+        sums = [stat_zeros(parameter) for parameter in parameters]  # bf16 would lose all but the first few tiles
         with _no_autocast_cache():
             parts = [passes.project(tile) for tile in token_tiles]
             k_TMD, v_TMD = (torch.cat(column) for column in zip(*parts))
@@ -107,8 +108,8 @@ class _TiledLoss(torch.autograd.Function):
             for tile in passes.tiles(len(passes.rows), max(_rounds(passes, trunk), 1)):
                 with torch.enable_grad():
                     loss, stats = passes.tile_loss(trunk, queries.part(tile.start, tile.stop), tile)
-                    _add(sums, torch.autograd.grad(loss, parameters, allow_unused=True))
-                loss_sum = loss_sum.to(loss.dtype) + loss.detach()
+                    _add_(sums, torch.autograd.grad(loss, parameters, allow_unused=True))
+                loss_sum = loss_sum + loss.detach()  # a bf16 loss is summed in fp32, an fp64 one in fp64
                 statistics = stats if statistics is None else statistics + stats
                 del loss, stats
             grad_k, grad_v = (x.to(k_TMD.dtype) for x in trunk.take_gradients())
@@ -116,10 +117,10 @@ class _TiledLoss(torch.autograd.Function):
             for tile in token_tiles:
                 with torch.enable_grad():
                     outputs = passes.project(tile)
-                    _add(
+                    _add_(
                         sums, torch.autograd.grad(outputs, parameters, (grad_k[tile], grad_v[tile]), allow_unused=True)
                     )
-        ctx.save_for_backward(*[torch.zeros_like(p) if x is None else x for x, p in zip(sums, parameters)])
+        ctx.save_for_backward(*[total.to(p.dtype) for total, p in zip(sums, parameters, strict=True)])
         assert statistics is not None
         ctx.mark_non_differentiable(statistics)
         return loss_sum, statistics
@@ -134,6 +135,18 @@ def tiled_loss(passes: TiledPasses, parameters: Sequence[nn.Parameter]) -> tuple
 
     Args:
         passes ([`TiledPasses`]): what to run.
-        parameters (`Sequence[nn.Parameter]`): everything that the loss depends on and that asks for a gradient.
+        parameters (`Sequence[nn.Parameter]`): everything that the loss depends on and that asks for a gradient; whole
+            tensors. Their gradients are summed over the tiles in fp32 (fp64 for fp64).
+
+    Raises:
+        ValueError: a parameter is sharded (FSDP2 below the module whose forward calls this).
     """
+    num_sharded = sum(isinstance(parameter, DTensor) for parameter in parameters)
+    if num_sharded:
+        # hooks that gather them would run once a tile, and ranks that have different numbers of tiles wait for ever
+        raise ValueError(
+            f"parameters of tiled_loss must be whole tensors, but {num_sharded} of {len(parameters)} are sharded DTensors; "
+            "call fully_shard on the module whose forward computes the loss and on none below it, or use no tiles "
+            "(chunk_size=None)."
+        )
     return _TiledLoss.apply(passes, *parameters)

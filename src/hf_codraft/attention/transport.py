@@ -3,11 +3,16 @@
 Every message is a *parcel*: tensors of agreed shapes behind a header that says which layout they belong to, so that
 two ranks whose layouts differ get an error and not each other's tokens. Both sides know from the layout what comes;
 an empty parcel is not sent at all.
+
+Over a process group header and body are two messages of one batch, because what comes must fit where it is awaited: gloo
+ends the process if it does not. Headers always fit. The tag of a body says whose it is and how long, so that one that
+nobody awaits never arrives, and the header, which is read first, says why.
 """
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -19,7 +24,7 @@ HEADER_BYTES = 16  # the layout's id, and the bytes behind it
 
 @dataclass
 class Traffic:
-    """What a rank has sent; kept by its transport, read by benchmarks and tests."""
+    """What a rank has sent; kept by its transport, read by benchmarks and tests. A message is a parcel, header included."""
 
     num_bytes: int = 0
     num_messages: int = 0
@@ -154,7 +159,8 @@ def _check_header(parcel: torch.Tensor, *, layout_id: int, rank: int, peer: int,
 
 @dataclass(frozen=True)
 class _GroupDelivery:
-    works: Sequence[Any]
+    header_works: Sequence[Any]
+    body_works: Sequence[Any]
     sending: (
         _Sending  # of the same exchange: a rank that has all it waited for may end, and must not take this with it
     )
@@ -166,21 +172,40 @@ class _GroupDelivery:
     what: str
 
     def wait(self) -> list[torch.Tensor]:
-        try:
-            for work in self.works:
+        with self._named_errors():
+            for work in self.header_works:
+                work.wait()
+        _check_header(self.parcel, layout_id=self.layout_id, rank=self.rank, peer=self.peer, what=self.what)
+        with self._named_errors():
+            for work in self.body_works:
                 work.wait()
             self.sending.wait()
+        return _unpack(self.parcel, self.specs)
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        try:
+            yield
         except RuntimeError as error:
             raise RuntimeError(
                 f"context-parallel rank {self.rank} waited for {self.what} from rank {self.peer}: {error}. Did that rank "
                 "fail, or does its layout differ?"
             ) from error
-        _check_header(self.parcel, layout_id=self.layout_id, rank=self.rank, peer=self.peer, what=self.what)
-        return _unpack(self.parcel, self.specs)
+
+
+def _body_tag(layout_id: int, num_bytes: int) -> int:
+    """Equal where layout and size are, on every rank; headers have tag 0."""
+    return 1 + hash((layout_id, num_bytes)) % (2**31 - 1)
 
 
 class GroupTransport:
     """Messages over a `torch.distributed` process group (gloo, NCCL), whose timeout ends every wait.
+
+    All ranks of the group make theirs together: over NCCL that is a collective, since torch leaves undefined what happens
+    if a group's first messages are a batch that some ranks take no part in. Nothing of NCCL has run on a GPU yet.
+
+    Ranks whose layouts or sizes differ get an error that names both. Not over NCCL if sizes differ: it knows no tags and
+    answers a batch as a whole, so that the wait lasts until the group's timeout.
 
     Args:
         group (`ProcessGroup`, *optional*): the ranks that share a row, in the order of the layout's ranks; all by default.
@@ -191,6 +216,8 @@ class GroupTransport:
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
         self.traffic = Traffic()
+        if "nccl" in dist.get_backend_config(group):
+            dist.all_reduce(torch.zeros(1, device=torch.device("cuda", torch.cuda.current_device())), group=group)
 
     def exchange(
         self,
@@ -209,14 +236,14 @@ class GroupTransport:
                 self.traffic.num_bytes += len(parcel)
                 self.traffic.num_messages += 1
                 sent.append(parcel)
-                operations.append(dist.P2POp(dist.isend, parcel, group=self.group, group_peer=peer))
+                operations += self._operations(dist.isend, parcel, peer, layout_id)
         num_sends = len(operations)
         parcels: list[torch.Tensor | None] = []
         for peer, specs in receives:
             size = sum(spec.num_bytes for spec in specs)
             parcels.append(torch.empty(HEADER_BYTES + size, dtype=torch.uint8, device=device) if size else None)
-            if parcels[-1] is not None:
-                operations.append(dist.P2POp(dist.irecv, parcels[-1], group=self.group, group_peer=peer))
+            if (parcel := parcels[-1]) is not None:
+                operations += self._operations(dist.irecv, parcel, peer, layout_id)
         works = dist.batch_isend_irecv(operations) if operations else []
         # NCCL answers a batch with one work, gloo with one a message
         is_split = len(works) == len(operations)
@@ -227,9 +254,18 @@ class GroupTransport:
             if parcel is None:
                 deliveries.append(_Nothing(tuple(specs), device, leaving))
                 continue
-            own = [receiving.pop(0)] if is_split else list(works)
-            deliveries.append(_GroupDelivery(own, leaving, parcel, specs, self.rank, peer, layout_id, what))
+            header, body = ([receiving.pop(0)], [receiving.pop(0)]) if is_split else (list(works), [])
+            deliveries.append(_GroupDelivery(header, body, leaving, parcel, specs, self.rank, peer, layout_id, what))
         return deliveries
+
+    def _operations(
+        self, operation: Callable[..., Any], parcel: torch.Tensor, peer: int, layout_id: int
+    ) -> list[dist.P2POp]:
+        header, body = parcel[:HEADER_BYTES], parcel[HEADER_BYTES:]
+        return [
+            dist.P2POp(operation, part, group=self.group, group_peer=peer, tag=tag)
+            for part, tag in ((header, 0), (body, _body_tag(layout_id, len(body))))
+        ]
 
 
 @dataclass

@@ -15,6 +15,7 @@ is differentiated with the joint output and log-sum-exp (`kernels.differentiate_
 return once.
 """
 
+import copy
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 
 from hf_codraft.attention.blocks import Block, clip, needed_keys, num_in, runs_of, visible_blocks
-from hf_codraft.attention.exchange import ROUTES, KeyExchange, PeerKeys
+from hf_codraft.attention.exchange import ROUTES, Gradients, KeyExchange, PeerKeys
 from hf_codraft.attention.kernels import (
     attend_blocks_,
     check_kernel,
@@ -117,10 +118,11 @@ class Trunk:
         self.shard, self.scale, self.window, self.route, self.kernel = shard, scale, window, route, kernel
         self.num_kept = 0 if route == "ring" else others if num_kept is None else min(max(num_kept, 0), others)
         self.exchange = KeyExchange(shard, window=window)
+        self._gradients: list[Gradients] = []  # of own and kept keys; one list for all that share this trunk's passes
+        self._bare = copy.copy(self)
         self.k_TMD, self.v_TMD = k_TMD.detach(), v_TMD.detach()
         self._kept = list(self.exchange.fetch(self.k_TMD, self.v_TMD, range(1, self.num_kept + 1)))
-        self._gradients: list[tuple[torch.Tensor, torch.Tensor]] | None = None
-        self._opened = _OpenTrunk.apply(k_TMD, v_TMD, self)
+        self._opened = _OpenTrunk.apply(k_TMD, v_TMD, self._bare)
 
     @staticmethod
     def _num_kept_within(budget_bytes: int, k_TMD: torch.Tensor, shard: Shard, window: int | None) -> int:
@@ -132,12 +134,39 @@ class Trunk:
         )
         return shard.once(("kept within", bytes_per_token, budget_bytes, window), num_kept)
 
+    def bare(self) -> "Trunk":
+        """This trunk without its tensors: what the graph's nodes hold between forward and backward.
+
+        Tensors go through `save_for_backward` alone, so that activation checkpointing can drop them and hand the backward
+        those of the second forward. Refreshed at every call, for what a subclass has set.
+        """
+        held = {name: value for name, value in vars(self).items() if name not in _TENSORS}
+        vars(self._bare).update(held)
+        return self._bare
+
+    def tensors(self) -> list[torch.Tensor]:
+        """What [`bare`] lacks: this rank's keys and values, and those that are kept."""
+        return [self.k_TMD, self.v_TMD, *(x for keys in self._kept for x in (keys.k_TMD, keys.v_TMD))]
+
+    def holding(self, tensors: Sequence[torch.Tensor]) -> "Trunk":
+        """A bare trunk with [`tensors`] again; it shares the gradients that passes have found."""
+        trunk = copy.copy(self)
+        trunk.k_TMD, trunk.v_TMD = tensors[:2]
+        trunk._kept = [
+            PeerKeys(peer, self.exchange.runs_from(peer), k, v)
+            for peer, k, v in zip(self.shard.peers, tensors[2::2], tensors[3::2])
+        ]
+        return trunk
+
     def queries(self, rows: torch.Tensor | None = None) -> Queries:
         """Some of this rank's tokens as queries.
 
         Args:
-            rows (`torch.Tensor` of shape `(queries,)`, int64, *optional*): ascending rows of this rank's tokens; all of
-                them by default.
+            rows (`torch.Tensor` of shape `(queries,)`, int64, *optional*): ascending rows of this rank's tokens, none
+                twice; all of them by default.
+
+        Raises:
+            ValueError: if `rows` are anything else.
         """
         shard, layout, window = self.shard, self.shard.layout, self.window
         if rows is None:
@@ -145,6 +174,7 @@ class Trunk:
                 ("queries", window),
                 lambda: Queries(layout, layout.runs(shard.cp_rank), shard.num_tokens, window=window),
             )
+        _check_rows(rows, shard)
         return Queries(layout, runs_of(shard.index[rows.cpu()].tolist()), len(rows), window=window)
 
     def attend(
@@ -165,9 +195,11 @@ class Trunk:
 
         Returns:
             `torch.Tensor` of shape `(queries, heads, head_dim)` in the dtype of `q_AND`.
+
+        Raises:
+            ValueError: if a tensor's shape does not fit the queries and the trunk's keys.
         """
-        if len(q_AND) != queries.num_queries:
-            raise ValueError(f"q_AND has {len(q_AND)} rows, but there are {queries.num_queries} queries.")
+        _check_pass(self.k_TMD, q_AND, queries, branch_k, branch_v)
         return _Attend.apply(q_AND, self._opened, self, queries, len(branch_k), *branch_k, *branch_v)
 
     def _streamed_steps(self) -> range:
@@ -202,14 +234,15 @@ class Trunk:
         own = self.exchange.own(self.k_TMD, self.v_TMD)
         is_ring = self.route == "ring"
 
-        def differentiate(keys: PeerKeys, grad_k: torch.Tensor, grad_v: torch.Tensor) -> None:
+        def differentiate(keys: PeerKeys, grad_k: torch.Tensor, grad_v: torch.Tensor) -> Gradients:
             differentiate_blocks_(
                 grad_q_AND, grad_k, grad_v, grad_AND, q_AND, keys.k_TMD, keys.v_TMD, out_AND, lse_AN,
                 blocks=queries.blocks(keys, is_ring or keys.rank == own.rank), scale=self.scale, kernel=self.kernel,
             )  # fmt: skip
+            return grad_k, grad_v
 
-        if self._gradients is None:
-            self._gradients = [_zeros(keys) for keys in (own, *self._kept)]
+        if not self._gradients:
+            self._gradients += [_zeros(keys) for keys in (own, *self._kept)]
         own_grad_k, own_grad_v = self._gradients[0]
         if is_ring:
             grad_k, grad_v = self.exchange.circulate_gradients(self.k_TMD, self.v_TMD, differentiate)
@@ -218,26 +251,65 @@ class Trunk:
             return
         for keys, gradients in zip((own, *self._kept), self._gradients):
             differentiate(keys, *gradients)
-        arriving = []
-        for step, keys in zip(self._streamed_steps(), self._streamed()):
-            gradients = _zeros(keys)
-            differentiate(keys, *gradients)
-            arriving.append(self.exchange.send_home(step, *gradients))
-        for add in arriving:
-            add(own_grad_k, own_grad_v)
+        streamed = zip(self._streamed_steps(), self._streamed())
+        found = ((step, differentiate(keys, *_zeros(keys))) for step, keys in streamed)
+        self.exchange.return_gradients(found, own_grad_k, own_grad_v)
 
-    def take_gradients(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def take_gradients(self) -> Gradients:
         """The gradients of this rank's keys and values over all passes and ranks, and forgets them. Collective."""
-        own = self.exchange.own(self.k_TMD, self.v_TMD)
-        gradients = self._gradients or [_zeros(keys) for keys in (own, *self._kept)]
-        self._gradients = None
-        arriving = [self.exchange.send_home(step, *pair) for step, pair in enumerate(gradients[1:], start=1)]
-        for add in arriving:
-            add(*gradients[0])
-        return gradients[0]
+        if not self._gradients:
+            self._gradients += [_zeros(keys) for keys in (self.exchange.own(self.k_TMD, self.v_TMD), *self._kept)]
+        own = self._gradients.pop(0)
+        found = ((step, self._gradients.pop(0)) for step in range(1, self.num_kept + 1))
+        self.exchange.return_gradients(found, *own)
+        return own
 
 
-def _zeros(keys: PeerKeys) -> tuple[torch.Tensor, torch.Tensor]:
+_TENSORS = ("k_TMD", "v_TMD", "_kept", "_opened", "_bare")  # of a trunk, and what leads to them
+
+
+def _check_rows(rows: torch.Tensor, shard: Shard) -> None:
+    where = f"this rank's {shard.num_tokens} tokens (context-parallel rank {shard.cp_rank})"
+    if rows.ndim != 1 or rows.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"rows must be one axis of int64 rows of {where}, got {rows.dtype} {tuple(rows.shape)}.")
+    at = rows.cpu()
+    if len(at) and (at[0] < 0 or at[-1] >= shard.num_tokens or bool((at[1:] <= at[:-1]).any())):
+        raise ValueError(
+            f"rows must ascend, none twice, from 0 or more to less than {shard.num_tokens}, over {where}; got "
+            f"{at[:8].tolist()}{'...' if len(at) > 8 else ''}, from {int(at.min())} to {int(at.max())}. Sort them, and sort "
+            "the rows of q_AND alike."
+        )
+
+
+def _check_pass(
+    k_TMD: torch.Tensor,
+    q_AND: torch.Tensor,
+    queries: Queries,
+    branch_k: Sequence[torch.Tensor],
+    branch_v: Sequence[torch.Tensor],
+) -> None:
+    """A kernel would read past the keys where heads do not fit."""
+    _, num_kv_heads, head_dim = k_TMD.shape
+    if len(q_AND) != queries.num_queries:
+        raise ValueError(f"q_AND has {len(q_AND)} rows, but there are {queries.num_queries} queries.")
+    if q_AND.ndim != 3 or q_AND.shape[2] != head_dim or q_AND.shape[1] % num_kv_heads:
+        raise ValueError(
+            f"q_AND {tuple(q_AND.shape)} must be (queries, heads, head_dim) with a multiple of the trunk's {num_kv_heads} "
+            f"key/value heads and its head_dim {head_dim}."
+        )
+    if len(branch_k) != len(branch_v):
+        raise ValueError(f"branch_k has {len(branch_k)} tensors and branch_v {len(branch_v)}; give both of each pass.")
+    wanted = (queries.num_queries, num_kv_heads, head_dim)
+    for name, branch in (("branch_k", branch_k), ("branch_v", branch_v)):
+        for number, x in enumerate(branch):
+            if x.shape != wanted:
+                raise ValueError(
+                    f"{name}[{number}] {tuple(x.shape)} must have the shape {wanted} (queries, kv_heads, head_dim): one row "
+                    "for each query, heads not expanded."
+                )
+
+
+def _zeros(keys: PeerKeys) -> Gradients:
     return stat_zeros(keys.k_TMD), stat_zeros(keys.v_TMD)
 
 
@@ -245,14 +317,14 @@ class _OpenTrunk(torch.autograd.Function):
     """Hands the trunk's gradients to autograd after the backward of every pass (each depends on what this returns)."""
 
     @staticmethod
-    def forward(ctx: Any, k_TMD: torch.Tensor, v_TMD: torch.Tensor, trunk: Trunk) -> torch.Tensor:
-        ctx.trunk = trunk
+    def forward(ctx: Any, k_TMD: torch.Tensor, v_TMD: torch.Tensor, bare: Trunk) -> torch.Tensor:
+        ctx.bare, ctx.dtypes = bare, (k_TMD.dtype, v_TMD.dtype)
         return k_TMD.new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        grad_k, grad_v = ctx.trunk.take_gradients()
-        return grad_k.to(ctx.trunk.k_TMD.dtype), grad_v.to(ctx.trunk.v_TMD.dtype), None
+        grad_k, grad_v = (grad.to(dtype) for grad, dtype in zip(ctx.bare.take_gradients(), ctx.dtypes))
+        return grad_k, grad_v, None
 
 
 class _Attend(torch.autograd.Function):
@@ -275,14 +347,14 @@ class _Attend(torch.autograd.Function):
             score_AN = (grouped * k_AMD.to(lse.dtype)[:, :, None]).sum(-1).flatten(1) * trunk.scale
             merge_(out, lse, expand_heads(v_AMD, num_heads).to(lse.dtype), score_AN)
         out = out.to(q_AND.dtype)
-        ctx.save_for_backward(q_AND, out, lse, *branch)
-        ctx.trunk, ctx.queries, ctx.num_branch = trunk, queries, num_branch
+        ctx.save_for_backward(q_AND, out, lse, *branch, *trunk.tensors())
+        ctx.bare, ctx.queries, ctx.num_branch = trunk.bare(), queries, num_branch
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_AND: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q_AND, out, lse, *branch = ctx.saved_tensors
-        trunk = ctx.trunk
+        q_AND, out, lse, *others = ctx.saved_tensors
+        branch, trunk = others[: 2 * ctx.num_branch], ctx.bare.holding(others[2 * ctx.num_branch :])
         num_heads, num_kv_heads = q_AND.shape[1], trunk.k_TMD.shape[1]
         grad_q = stat_zeros(q_AND)
         trunk.differentiate_(grad_q, grad_AND, q_AND, out, lse, ctx.queries)

@@ -285,12 +285,20 @@ class Eagle3Draft(PreTrainedModel):
         """What pass 1 reads at some of this rank's tokens."""
         state = self.combine_taps(batch.taps_TX[rows].to(self.fc.weight.dtype))
         read, residual = self.midlayer.read(self.embed(ahead.token_ids(1, rows), policy), state)
-        rotary = self._rotary(state, ahead.position_ids_T[rows])
+        rotary = self._rotary(state, ahead, rows, 1)
         return _PassInput(state, read, residual, rotary)
 
-    def _rotary(self, state: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rotary(
+        self, state: torch.Tensor, ahead: "_Ahead", rows: torch.Tensor | slice, step: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotary factors of pass `step` at some of this rank's tokens.
+
+        Types "dynamic" and "longrope" choose their frequencies by the largest position that they are given, so they are
+        always given the row's: every rank, tile and pass must turn keys and queries alike.
+        """
+        positions = torch.cat([ahead.position_ids_T[rows] + step - 1, ahead.last_position])
         cos, sin = self.rotary_emb(state, positions[None])
-        return cos[0], sin[0]
+        return cos[0, :-1], sin[0, :-1]
 
     def _run_passes(
         self,
@@ -311,7 +319,7 @@ class Eagle3Draft(PreTrainedModel):
         for step in range(1, num_passes + 1):
             if step > 1:
                 read, residual = layer.read(self.embed(ahead.token_ids(step, rows_A), policy), state)
-                rotary = self._rotary(state, ahead.position_ids_T[rows_A] + step - 1)
+                rotary = self._rotary(state, ahead, rows_A, step)
                 k, v = attention.key_value(read, rotary)
                 branch_k.append(k)
                 branch_v.append(v)
@@ -335,15 +343,22 @@ class Eagle3Draft(PreTrainedModel):
             num_passes (`int`): passes of the training-time test; the number of tokens drafted in serving.
         """
         ahead = _Ahead.of(batch, num_passes)
-        return self._forward(batch, policy, ahead, anchors_A, num_passes)
+        return self._forward(batch, policy, ahead, anchors_A, num_passes, max_kept_bytes=None)
 
     def _forward(
-        self, batch: PackedBatch, policy: PolicyWeights, ahead: "_Ahead", anchors_A: torch.Tensor, num_passes: int
+        self,
+        batch: PackedBatch,
+        policy: PolicyWeights,
+        ahead: "_Ahead",
+        anchors_A: torch.Tensor,
+        num_passes: int,
+        *,
+        max_kept_bytes: int | None,
     ) -> torch.Tensor:
         attention = self.midlayer.self_attn
         start = self._start(batch, policy, ahead, slice(None))
         k_TMD, v_TMD = attention.key_value(start.read, start.rotary)
-        trunk = Trunk(k_TMD, v_TMD, shard=batch.shard, scale=attention.head_dim**-0.5)
+        trunk = Trunk(k_TMD, v_TMD, shard=batch.shard, scale=attention.head_dim**-0.5, max_kept_bytes=max_kept_bytes)
         return self._run_passes(
             trunk, trunk.queries(anchors_A), start.at(anchors_A), policy, ahead, anchors_A, num_passes
         )
@@ -358,6 +373,7 @@ class Eagle3Draft(PreTrainedModel):
         loss_type: str = "kl",
         pass_weights: tuple[float, ...] | None = None,
         chunk_size: int | None = 512,
+        max_kept_bytes: int | None = None,
     ) -> DraftLoss:
         """Loss of the training-time test over every supervised position of a batch (see [`losses.draft_loss`]).
 
@@ -366,7 +382,17 @@ class Eagle3Draft(PreTrainedModel):
 
         With more anchors than `chunk_size`, tiles of so many run through all passes, the loss and the backward, one
         after another (`attention.tiled`): the same gradient, in memory that hardly grows with the row. On a sharded row
-        the sums are this rank's; every rank must call this, and the backward.
+        the sums are this rank's, every rank must call this and the backward, and with a `chunk_size` all ranks run in
+        tiles, however few anchors one has: tiles exchange gradients here, the whole row does in the backward.
+
+        Args:
+            batch ([`PackedBatch`]): text and taps.
+            policy ([`PolicyWeights`]): lends the embeddings and is the teacher.
+            num_passes (`int`): passes of the training-time test.
+            temperature, loss_type, pass_weights: see [`losses.draft_loss`].
+            chunk_size (`int`, *optional*): anchors at a time; `None` for all at once.
+            max_kept_bytes (`int`, *optional*): bytes that a rank may spend on other ranks' keys and their gradients; what
+                does not fit comes anew in every pass (see [`Trunk`]). All is kept by default.
         """
         ahead = _Ahead.of(batch, num_passes)
         mask_KT = ahead.mask_KT
@@ -403,8 +429,10 @@ class Eagle3Draft(PreTrainedModel):
                 chunk_size=chunk_size,
             )
 
-        if chunk_size is None or len(anchors_A) <= chunk_size:
-            loss = loss_at(anchors_A, self._forward(batch, policy, ahead, anchors_A, num_passes))
+        # a rank's own number of anchors may decide only where no other rank waits for this one's gradients
+        if chunk_size is None or (batch.layout.world == 1 and len(anchors_A) <= chunk_size):
+            hidden_KAH = self._forward(batch, policy, ahead, anchors_A, num_passes, max_kept_bytes=max_kept_bytes)
+            loss = loss_at(anchors_A, hidden_KAH)
             total, loss_sum_K, accept_sum_K = loss.loss, loss.loss_sum_K, loss.accept_sum_K
         else:
             attention = self.midlayer.self_attn
@@ -421,8 +449,9 @@ class Eagle3Draft(PreTrainedModel):
                 return loss.loss, torch.stack([loss.loss_sum_K, loss.accept_sum_K])
 
             passes = TiledPasses(
-                project, tile_loss, batch.shard, anchors_A, tile_size=chunk_size, scale=attention.head_dim**-0.5
-            )
+                project, tile_loss, batch.shard, anchors_A, tile_size=chunk_size, scale=attention.head_dim**-0.5,
+                max_kept_bytes=max_kept_bytes,
+            )  # fmt: skip
             total, (loss_sum_K, accept_sum_K) = tiled_loss(
                 passes, [parameter for parameter in self.parameters() if parameter.requires_grad]
             )
@@ -466,6 +495,7 @@ class _Ahead:
             tensors below, -1 past the end of its segment.
         token_ids_E, supervised_E, hidden_EH: the batch's own rows and, behind them, those borrowed of other ranks.
         position_ids_T (`torch.Tensor` of shape `(tokens,)`, int64): positions inside the segments.
+        last_position (`torch.Tensor` of shape `(1,)`, int64): the largest that any pass can stand at, on any rank.
     """
 
     rows_KT: torch.Tensor
@@ -473,6 +503,7 @@ class _Ahead:
     supervised_E: torch.Tensor
     hidden_EH: torch.Tensor
     position_ids_T: torch.Tensor
+    last_position: torch.Tensor
 
     @classmethod
     def of(cls, batch: PackedBatch, num_passes: int) -> "_Ahead":
@@ -481,7 +512,9 @@ class _Ahead:
         tensors = (batch.token_ids_T, batch.supervised_T, batch.hidden_TH)
         token_ids_E, supervised_E, hidden_EH = batch.shard.extend(tensors, num_passes + 1)
         rows_KT = batch.shard.ahead(num_passes + 1, device)
-        return cls(rows_KT, token_ids_E, supervised_E, hidden_EH, batch.shard.position_ids(device))
+        longest = max((end - start for start, end in batch.layout.segments), default=1)
+        last_position = torch.tensor([longest + num_passes - 2], device=device)
+        return cls(rows_KT, token_ids_E, supervised_E, hidden_EH, batch.shard.position_ids(device), last_position)
 
     def token_ids(self, step: int, rows: torch.Tensor | slice = slice(None)) -> torch.Tensor:
         """The token `step` after each of some rows; any id past the end of a segment, where nothing is supervised."""

@@ -15,10 +15,17 @@ def _old_folder(folder: Path) -> Path:
 
 
 def recover_folder(folder: Path) -> None:
-    """Puts the last complete folder back where a kill fell between the two renames of [`finish_folder`]."""
-    old = _old_folder(folder)
-    if old.exists() and not folder.exists():
-        os.rename(old, folder)
+    """Puts the last complete folder back where a kill fell between the two renames of [`finish_folder`].
+
+    Several processes may call it at once, but none while the folder is being written.
+    """
+    if folder.exists() or not _old_folder(folder).exists():
+        return
+    try:
+        os.rename(_old_folder(folder), folder)
+    except OSError:
+        if not folder.exists():  # otherwise another process was faster
+            raise
 
 
 def begin_folder(folder: Path) -> Path:

@@ -220,8 +220,12 @@ class PipelineAccelerator(MeshAccelerator):
 
         A gradient that only some replicas have counts as zero on the others; one that none has stays `None`.
 
+        Both copies of a tied weight of prepared stages end with the same bits, so that they stay one: where a sum's order
+        depends on a gradient's place in its bucket, they would drift apart.
+
         Args:
-            parameters (iterable of `nn.Parameter`): this rank's, in the same order on all replicas.
+            parameters (iterable of `nn.Parameter`): this rank's, in the same order on all replicas; both copies of a tied
+                weight, or none.
             bucket_bytes (`int`): bytes of gradients sent at once, at least.
         """
         group = self.axis_group("dp")
@@ -245,6 +249,22 @@ class PipelineAccelerator(MeshAccelerator):
                 bucket = []
         if bucket:
             _average(bucket, group)
+        self._share_tied_gradient(trainable)
+
+    def _share_tied_gradient(self, reduced: list[nn.Parameter]) -> None:
+        """Sends a tied weight's gradient from the first stage to the last."""
+        group, ids = self.pipeline_group, {id(parameter) for parameter in reduced}
+        for stage in self._stages:
+            parameter = stage.tied_parameter
+            if group is None or parameter is None or id(parameter) not in ids or parameter.grad is None:
+                continue
+            # Between steps of the pipeline nothing else is under way on its group.
+            gradient = parameter.grad.contiguous()
+            if stage.is_first:
+                dist.send(gradient, group=group, group_dst=group.size() - 1)
+            else:
+                dist.recv(gradient, group=group, group_src=0)
+                parameter.grad.copy_(gradient)
 
     def clip_grad_norm_(
         self, parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float = 2
@@ -252,8 +272,19 @@ class PipelineAccelerator(MeshAccelerator):
         """Clips by the norm over all stages, in which an embedding tied to the head counts once.
 
         Every rank of the pipeline must call it, with its own parameters, after the gradients are final.
+
+        Raises:
+            ValueError: if a pipeline is clipped by parameters of none of the prepared stages: whether one of them is the
+                copy of a tied weight is not known.
         """
         parameters, norm_type = [p for p in parameters if p.grad is not None], float(norm_type)
+        own = {id(parameter) for stage in self._stages for parameter in stage.parameters()}
+        strangers = sum(id(parameter) not in own for parameter in parameters)
+        if self.pipeline_group is not None and strangers:
+            raise ValueError(
+                f"parameters has {strangers} of {len(parameters)} that belong to no stage passed to prepare; prepare every "
+                "PolicyStage, and clip a draft's gradients apart (torch.nn.utils.clip_grad_norm_)."
+            )
         # Both copies of a tied weight hold the same summed gradient, so the last stage's does not count.
         copies = {id(stage.tied_parameter) for stage in self._stages if stage.is_last}
         counted = [p.grad for p in parameters if id(p) not in copies]

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import distributed as dist
 from torch import nn
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from hf_codraft.hub.folder import begin_folder, finish_folder, fresh_folder, recover_folder
 from hf_codraft.parallel.loading import EMBEDDING_KEY, HEAD_KEY
@@ -123,6 +124,9 @@ def save_pretrained_stages(
     Each stage writes its own safetensors files; index, config and generation config follow. The head of a tied model is
     not written. A PEFT model is saved as one adapter that PEFT loads on the unsplit model.
 
+    A kill leaves the last complete checkpoint. If it falls between the two renames at the end, that one lies beside its place
+    as `.NAME.old`; [`load_stage`], and the next save, put it back. Before `from_pretrained`, rename it.
+
     Args:
         stages (sequence of [`PolicyStage`]): this rank's.
         group (`dist.ProcessGroup`, *optional*): the ranks of one pipeline; `None` for one rank.
@@ -137,13 +141,13 @@ def save_pretrained_stages(
         ValueError: if an adapter can't be merged.
     """
     folder = Path(folder)
-    if not stages:
-        raise ValueError("stages is empty; pass this rank's PolicyStages.")
-    if hasattr(stages[0].model, "peft_config") and not merge_adapters:
+    if any(hasattr(stage.model, "peft_config") for stage in stages) and not merge_adapters:
         _write_together(folder, group, lambda fresh: _write_adapters(stages, fresh), _join_adapters)
     else:
 
         def write(fresh: Path) -> list[_Shard]:
+            if not stages:  # raised in here, where the other ranks hear of it
+                raise ValueError("stages is empty; pass this rank's PolicyStages.")
             return [shard for stage in stages for shard in _write_stage(stage, fresh, max_shard_bytes)]
 
         _write_together(folder, group, write, _join_stages)
@@ -179,7 +183,9 @@ def _write_stage(stage: PolicyStage, fresh: Path, max_shard_bytes: int) -> list[
         config.architectures = [type(model).__name__]
         config.save_pretrained(fresh)
         if model.can_generate():
-            model.generation_config.save_pretrained(fresh)
+            # Its save_pretrained refuses what from_pretrained takes (a temperature without do_sample).
+            file = fresh / GENERATION_CONFIG_NAME
+            model.generation_config.to_json_file(file, use_diff=True, keys_to_pop=["compile_config"])
     return shards
 
 

@@ -1,18 +1,22 @@
 """Reads one pipeline stage from a checkpoint folder without ever holding the whole model."""
 
 import json
-from contextlib import ExitStack
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model, rename_source_key
 from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 
+from hf_codraft.hub.folder import recover_folder
 from hf_codraft.parallel.stages import PolicyStage, StagePlan, check_splittable, placeholders
 
 EMBEDDING_KEY, HEAD_KEY = "model.embed_tokens.weight", "lm_head.weight"
@@ -30,10 +34,12 @@ def load_stage(
     """One stage of the causal LM that `save_pretrained` put into `folder`.
 
     The model is laid out on the meta device and only this stage's tensors are read, so that memory holds its share alone.
-    transformers' own conversion runs on them (expert weights of Qwen3-MoE are stored one by one and used fused).
+    transformers' own conversion runs on them: expert weights of Qwen3-MoE are stored one by one and used fused, which needs
+    memory for about two layers' experts more at a time.
 
     Args:
-        folder (`str` or `Path`): with `config.json` and safetensors weights, in one file or several with an index.
+        folder (`str` or `Path`): with `config.json` and safetensors weights, in one file or several with an index. Where a
+            kill during [`save_pretrained_stages`] has left it aside, it is put back first.
         plan ([`StagePlan`]): the cut.
         stage (`int`): which stage.
         dtype (`torch.dtype`, *optional*): of the parameters; by default the checkpoint's, as its config says.
@@ -46,12 +52,15 @@ def load_stage(
     if not 0 <= stage < plan.num_stages:
         raise ValueError(f"stage ({stage}) must lie in 0..{plan.num_stages - 1}.")
     folder = Path(folder)
+    recover_folder(folder)
     files = _files_by_key(folder)  # first, so that a wrong folder is named before transformers looks for a model
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config, dtype=dtype or config.dtype or torch.float32, attn_implementation=attn_implementation
         )
+    if (folder / GENERATION_CONFIG_NAME).is_file():  # from_config made one out of the model's config
+        model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
     anatomy = check_splittable(model, plan)
     for name, module in placeholders(anatomy, plan, stage).items():
         model.set_submodule(name, module)
@@ -101,6 +110,25 @@ def _needed_keys(model: PreTrainedModel, files: dict[str, Path], weight_mapping:
     return needed
 
 
+@contextmanager
+def _one_tensor_after_another() -> Iterator[None]:
+    """Keeps transformers from reading ahead in threads.
+
+    They would read all experts before the first are fused. What is freed then, piece by piece, is too small to hold those of
+    a whole layer, so that allocators ended at twice the stage's share.
+    """
+    name = "HF_DEACTIVATE_ASYNC_LOAD"  # there is no argument for it
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+
+
 def _read_parameters(
     model: PreTrainedModel, files: dict[str, Path], folder: Path, *, device: torch.device | str
 ) -> None:
@@ -117,7 +145,8 @@ def _read_parameters(
         load_config = LoadStateDictConfig(
             dtype=model.dtype, weight_mapping=weight_mapping, device_map={"": torch.device(device)}
         )
-        info, _ = convert_and_load_state_dict_in_model(model, slices, load_config)
+        with _one_tensor_after_another():
+            info, _ = convert_and_load_state_dict_in_model(model, slices, load_config)
     if info.mismatched_keys or info.conversion_errors:
         raise ValueError(
             f"folder ({folder}) has tensors that don't fit its config: "

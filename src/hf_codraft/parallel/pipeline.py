@@ -113,10 +113,10 @@ class PolicyPipeline:
         self.group = dist.group.WORLD if group is None else group
         self.pipeline_rank = dist.get_rank(self.group)
         self.num_ranks = self.group.size()
-        self.stages = tuple(stages)
         self.schedule = schedule
         self.num_microbatches = num_microbatches
-        self.activation_dtype = self._agree(activation_dtype)
+        self.activation_dtype = self._agree(stages, activation_dtype)
+        self.stages = tuple(stages)
         self.plan = self.stages[0].plan
         self.device = next(self.stages[0].parameters()).device
         self.hidden_size = self.stages[0].anatomy.model.config.hidden_size
@@ -145,59 +145,70 @@ class PolicyPipeline:
 
     # Agreement at construction
 
-    def _own_problem(self) -> str | None:
-        if not self.stages:
-            return f"pipeline rank {self.pipeline_rank} got no stages"
-        plan = self.stages[0].plan
-        try:
-            check_schedule(
-                self.schedule,
-                num_ranks=self.num_ranks,
-                num_stages=plan.num_stages,
-                num_microbatches=self.num_microbatches,
-            )
-        except ValueError as error:
-            return str(error)
-        own = [stage.stage for stage in self.stages]
+    def _check_stages(self, stages: Sequence[PolicyStage]) -> None:
+        if not stages:
+            raise ValueError(f"pipeline rank {self.pipeline_rank} got no stages.")
+        plan = stages[0].plan
+        check_schedule(
+            self.schedule,
+            num_ranks=self.num_ranks,
+            num_stages=plan.num_stages,
+            num_microbatches=self.num_microbatches,
+        )
+        own = [stage.stage for stage in stages]
         due = list(range(self.pipeline_rank, plan.num_stages, self.num_ranks))
         if own != due:
-            return (
+            raise ValueError(
                 f"stages ({own}) of pipeline rank {self.pipeline_rank} must be {due}: with {plan.num_stages} stages on "
                 f"{self.num_ranks} ranks, stage s belongs to rank s % {self.num_ranks}."
             )
-        return None
 
-    def _agree(self, activation_dtype: torch.dtype | None) -> torch.dtype:
+    def _own_settings(
+        self, stages: Sequence[PolicyStage], activation_dtype: torch.dtype | None
+    ) -> tuple[dict[str, Any], torch.dtype | None, list[bool]]:
+        """What must be alike on all ranks, the embeddings' dtype on the first, and whether copies of a tied weight learn."""
+        self._check_stages(stages)
+        stage, config = stages[0], stages[0].anatomy.model.config
+        settings = {
+            "layer_ranges": stage.plan.layer_ranges,
+            "schedule": self.schedule,
+            "num_microbatches": self.num_microbatches,
+            "activation_dtype": activation_dtype,
+            "hidden_size": config.hidden_size,
+            "tie_word_embeddings": config.tie_word_embeddings,
+        }
+        embedding_dtype = stage.anatomy.model.get_input_embeddings().weight.dtype if stage.is_first else None
+        tied = [stage.tied_parameter for stage in stages]
+        return settings, embedding_dtype, [parameter.requires_grad for parameter in tied if parameter is not None]
+
+    def _agree(self, stages: Sequence[PolicyStage], activation_dtype: torch.dtype | None) -> torch.dtype:
         """Compares all ranks' settings and returns the dtype of the hidden states between stages."""
-        problem, settings, embedding_dtype = self._own_problem(), None, None
-        if problem is None:
-            stage = self.stages[0]
-            tied = [s.tied_parameter for s in self.stages if s.tied_parameter is not None]
-            settings = {
-                "layer_ranges": stage.plan.layer_ranges,
-                "schedule": self.schedule,
-                "num_microbatches": self.num_microbatches,
-                "activation_dtype": activation_dtype,
-                "hidden_size": stage.anatomy.model.config.hidden_size,
-                "tie_word_embeddings": stage.anatomy.model.config.tie_word_embeddings,
-            }
-            if stage.is_first:
-                embedding_dtype = stage.anatomy.model.get_input_embeddings().weight.dtype
-            trainable = [parameter.requires_grad for parameter in tied]
-        else:
-            trainable = []
+        own, failure = None, None
+        try:
+            own = self._own_settings(stages, activation_dtype)
+        except Exception as error:  # whatever it is: the others must hear of it, or they would wait for this rank
+            failure = error
+        self._raise_together(failure, "its arguments")
         everyone: list = [None] * self.num_ranks
-        dist.all_gather_object(everyone, (problem, settings, embedding_dtype, trainable), group=self.group)
-        for other_problem, *_ in everyone:
-            if other_problem is not None:
-                raise ValueError(problem or other_problem)
-        check_alike([other for _, other, _, _ in everyone])
+        dist.all_gather_object(everyone, own, group=self.group)
+        check_alike([settings for settings, *_ in everyone])
         if len({flag for *_, flags in everyone for flag in flags}) > 1:
             raise ValueError(
                 "the tied weight is trainable on one of first and last stage and frozen on the other; set requires_grad "
                 "of embed_tokens.weight and lm_head.weight alike."
             )
-        return activation_dtype or everyone[0][2]
+        return activation_dtype or everyone[0][1]
+
+    def _raise_together(self, failure: Exception | None, what: str) -> None:
+        """Raises this rank's failure, or an error that names another rank's; all ranks call."""
+        own = None if failure is None else f"{type(failure).__name__}: {failure}"
+        problems: list[str | None] = [None] * self.num_ranks
+        dist.all_gather_object(problems, own, group=self.group)
+        if failure is not None:
+            raise failure
+        for rank, problem in enumerate(problems):
+            if problem is not None:
+                raise ValueError(f"pipeline rank {rank} refused {what}: {problem}")
 
     # Tied embeddings
 
@@ -280,21 +291,19 @@ class PolicyPipeline:
 
     def _agree_on_step(self, batch: Mapping[str, torch.Tensor], is_training: bool) -> None:
         """Every rank must be about to run the same step: buffers of another size would be filled without an error."""
-        problem, numbers = None, [0, 0, 0, 0]
+        failure, numbers = None, [0, 0, 0, 0]
         try:
             rows = _check_batch(batch, self.num_microbatches)
             numbers = [1, int(is_training), rows, batch["input_ids"].shape[1]]
-        except ValueError as error:
-            problem = error
+        except Exception as error:  # whatever it is: the others must hear of it, or they would wait for this rank
+            failure = error
         own = torch.tensor(numbers, device=self.device)
         everyone = [torch.empty_like(own) for _ in range(self.num_ranks)]
         dist.all_gather(everyone, own, group=self.group)
-        if problem is not None:
-            raise problem
         steps = [tuple(numbers.tolist()) for numbers in everyone]
+        if not all(step[0] for step in steps):  # which all ranks see
+            self._raise_together(failure, "its batch")
         for rank, step in enumerate(steps):
-            if not step[0]:
-                raise RuntimeError(f"pipeline rank {rank} refused its batch; its own error says why.")
             if step != steps[0]:
                 raise ValueError(
                     "all ranks of a pipeline must run the same step; (training, rows, length) are "
@@ -467,9 +476,10 @@ def _check_batch(batch: Mapping[str, torch.Tensor], num_microbatches: int) -> in
     Raises:
         ValueError: if tensors don't have the same rows, or there are fewer rows than microbatches.
     """
-    if "input_ids" not in batch or batch["input_ids"].ndim != 2:
-        raise ValueError("batch must have input_ids of shape (rows, length).")
-    num_rows = len(batch["input_ids"])
+    input_ids = batch.get("input_ids")
+    if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2:
+        raise ValueError("batch must have input_ids, a tensor of shape (rows, length).")
+    num_rows = len(input_ids)
     for name, tensor in batch.items():
         if not isinstance(tensor, torch.Tensor) or tensor.ndim == 0 or len(tensor) != num_rows:
             found = f"shape {tuple(tensor.shape)}" if isinstance(tensor, torch.Tensor) else type(tensor).__name__

@@ -13,20 +13,24 @@ All leave the policy's gradients as they are without a draft, bit for bit, and g
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch import nn
 
 from hf_codraft.drafts.learner import DraftLearner, DraftStep
 from hf_codraft.parallel.pipeline import CurrentForward, LossFunction, Microbatch, PolicyPipeline, check_alike
 from hf_codraft.parallel.schedule import schedule_order
 from hf_codraft.parallel.simulator import nominal_sinks
+from hf_codraft.parallel.stages import PolicyStage
 from hf_codraft.policy.anatomy import effective_weight
 from hf_codraft.policy.packing import pack_rows
 from hf_codraft.taps.channel import TapChannel, TapRoute
 from hf_codraft.taps.packed import PolicyWeights
+from hf_codraft.taps.protocol import gather_objects
 from hf_codraft.taps.recorder import Taps, tap_hooks
-from hf_codraft.taps.slots import Order, check_num_slots, place_draft
+from hf_codraft.taps.slots import check_num_slots, place_draft
 from hf_codraft.taps.transports.relay import Relay
 
 
@@ -47,8 +51,9 @@ class PipelineDraft:
         num_slots (`int`, *optional*): see [`check_num_slots`].
 
     Raises:
-        ValueError: on all ranks, if one was given something impossible, too few slots, a draft with other taps, or other
-            things than the rest.
+        ValueError: on all ranks, if one was given something impossible, too few slots, a draft with other taps, a transport
+            that can't work here, or other things than the rest. A rank given something of a wrong type raises what
+            came of it, the others name that rank.
     """
 
     def __init__(
@@ -65,134 +70,155 @@ class PipelineDraft:
         timeout_s: float = 60.0,
         check_crc: bool = False,
     ):
-        self.pipeline, self.placement = pipeline, placement
-        self.tap_ids = tuple(tap_ids)
+        self.pipeline, self.placement, self._data_group = pipeline, placement, data_group
         self.final_id = pipeline.plan.num_layers + 1
-        last_rank = pipeline.num_ranks - 1
-        may_run = placement == "spread" or pipeline.pipeline_rank == last_rank
-        self.learner = learner if may_run else None
-        order = schedule_order(
-            pipeline.schedule, pipeline.num_ranks, pipeline.plan.num_stages, pipeline.num_microbatches
-        )
-        if placement != "spread":
-            self.sinks = [last_rank] * pipeline.num_microbatches
-        elif sink_of_microbatch is None:
-            self.sinks = nominal_sinks(order, [end - start for start, end in pipeline.plan.layer_ranges])
-        else:
-            self.sinks = list(sink_of_microbatch)
-        self._own = [m for m, sink in enumerate(self.sinks) if sink == pipeline.pipeline_rank]
-        self.num_slots = self._agree(num_slots, order, transport, may_run)
         self._options = {"transport": transport, "timeout_s": timeout_s, "check_crc": check_crc}
-        self._set_groups(data_group)
+        self._agree(lambda: self._settle(learner, tap_ids, sink_of_microbatch, num_slots))
+        self._make_channel(1).choose()  # a transport that can't work here is refused now, not by the first step
+        self._own = [m for m, sink in enumerate(self.sinks) if sink == pipeline.pipeline_rank]
+        self._set_groups()
         self.channel: TapChannel | None = None
         self._max_numel = 0
         self._weights: PolicyWeights | None = None
-        self._is_stale = True
         self._step_ids = itertools.count()
 
     # Setup
 
-    def _agree(self, num_slots: int | None, order: Order, transport: str, may_run: bool) -> int:
-        """Compares all ranks' settings before any of them could wait for another; returns the number of slots."""
-        settings = {
+    def _agree(self, settle: Callable[[], dict[str, Any]]) -> None:
+        """Compares all ranks' settings before any of them could wait for another."""
+        settings, problem = {}, None
+        try:
+            settings = settle()
+        except Exception as error:  # whatever it is, the others wait to hear of it
+            problem = error
+        everyone = gather_objects((settings, None if problem is None else str(problem)), self.pipeline.group)
+        for rank, (_, text) in enumerate(everyone):
+            if text is not None:
+                raise problem or ValueError(f"pipeline rank {rank}: {text}")
+        check_alike([other for other, _ in everyone])
+
+    def _settle(
+        self,
+        learner: DraftLearner | None,
+        tap_ids: Sequence[int],
+        sink_of_microbatch: Sequence[int] | None,
+        num_slots: int | None,
+    ) -> dict[str, Any]:
+        """Sets what follows from the arguments without another rank; returns what must be alike on all."""
+        pipeline, plan = self.pipeline, self.pipeline.plan
+        last_rank = pipeline.num_ranks - 1
+        self.tap_ids = tuple(tap_ids)
+        may_run = self.placement == "spread" or pipeline.pipeline_rank == last_rank
+        self.learner = learner if may_run else None
+        order = schedule_order(pipeline.schedule, pipeline.num_ranks, plan.num_stages, pipeline.num_microbatches)
+        if self.placement != "spread":
+            self.sinks = [last_rank] * pipeline.num_microbatches
+        elif sink_of_microbatch is None:
+            self.sinks = nominal_sinks(order, [end - start for start, end in plan.layer_ranges])
+        else:
+            self.sinks = list(sink_of_microbatch)
+        placed = place_draft(order, self.placement, sink_of_microbatch=self.sinks)
+        sources = sorted({plan.owner_of_tap(tap_id) for tap_id in (*self.tap_ids, self.final_id)})
+        self.num_slots = check_num_slots(num_slots, placed, source_stages=sources, schedule=pipeline.schedule)
+        if may_run and learner is None:
+            raise ValueError(
+                f"learner is None, but this rank may run the draft (placement {self.placement!r}); pass one."
+            )
+        if self.learner is not None and self.learner.draft.tap_ids != self.tap_ids:
+            raise ValueError(
+                f"tap_ids ({list(tap_ids)}) differ from the draft's ({list(self.learner.draft.tap_ids)})."
+            )
+        return self._options | {
             "tap_ids": self.tap_ids,
             "placement": self.placement,
             "sink_of_microbatch": self.sinks,
             "num_slots": num_slots,
         }
-        everyone: list = [None] * self.pipeline.num_ranks
-        checked_slots, problem = 0, None
-        try:
-            checked_slots = self._checked_slots(num_slots, order)
-        except ValueError as error:
-            problem = str(error)
-        problem = problem or self._own_problem(transport, may_run)
-        dist.all_gather_object(everyone, (settings, problem), group=self.pipeline.group)
-        check_alike([other for other, _ in everyone])
-        problems = [(rank, each) for rank, (_, each) in enumerate(everyone) if each is not None]
-        if problems:
-            raise ValueError(problem or f"pipeline rank {problems[0][0]}: {problems[0][1]}")
-        return checked_slots
 
-    def _own_problem(self, transport: str, may_run: bool) -> str | None:
-        if transport == "relay" and self.placement == "spread":
-            return (
-                "transport='relay' carries taps to the last stage alone, and placement 'spread' needs them everywhere; use "
-                "transport 'auto', or placement 'last_deferred'."
-            )
-        if may_run and self.learner is None:
-            return f"learner is None, but this rank may run the draft (placement {self.placement!r}); pass one."
-        if self.learner is not None and self.learner.draft.tap_ids != self.tap_ids:
-            return f"tap_ids ({list(self.tap_ids)}) differ from the draft's ({list(self.learner.draft.tap_ids)})."
-        return None
-
-    def _checked_slots(self, num_slots: int | None, order: Order) -> int:
-        pipeline, plan = self.pipeline, self.pipeline.plan
-        placed = place_draft(order, self.placement, sink_of_microbatch=self.sinks)
-        sources = sorted({plan.owner_of_tap(tap_id) for tap_id in (*self.tap_ids, self.final_id)})
-        return check_num_slots(num_slots, placed, source_stages=sources, schedule=pipeline.schedule)
-
-    def _set_groups(self, data_group: dist.ProcessGroup | None) -> None:
+    def _set_groups(self) -> None:
         if self.learner is None:
             return
-        over = (self.pipeline.group if self.placement == "spread" else None, data_group)
+        over = (self.pipeline.group if self.placement == "spread" else None, self._data_group)
         groups = [group for group in over if group is not None]
         self.learner.groups = groups
         for group in groups:
             for tensor in self.learner.draft.state_dict().values():
                 dist.broadcast(tensor, group=group, group_src=group.size() - 1)
 
-    def _open_channel(self, numel: int) -> TapChannel:
-        """The channel, with slots for taps of `numel` elements; a larger batch than before needs another one."""
-        if self.channel is not None and numel <= self._max_numel:
-            return self.channel
-        self.close()
+    def _make_channel(self, numel: int) -> TapChannel:
+        """A channel with slots for taps of `numel` elements, not yet open."""
         plan, num_ranks = self.pipeline.plan, self.pipeline.num_ranks
         routes = []
         for tap_id in dict.fromkeys((*self.tap_ids, self.final_id)):
             stage = plan.owner_of_tap(tap_id)
             routes.append(TapRoute(tap_id, stage, stage % num_ranks, numel, self.pipeline.activation_dtype))
-        self.channel = TapChannel(
+        return TapChannel(
             routes, self.sinks, num_slots=self.num_slots, group=self.pipeline.group, device=self.pipeline.device,
             **self._options,
         )  # fmt: skip
-        self.channel.setup()
-        self._max_numel = numel
+
+    def _open_channel(self, numel: int) -> TapChannel:
+        """The open channel; a larger batch than before needs another one."""
+        if self.channel is None or numel > self._max_numel:
+            self.close()
+            self.channel = self._make_channel(numel)
+            self.channel.setup()
+            self._max_numel = numel
         return self.channel
 
     # The policy's weights that the draft borrows
 
     def _refresh_weights(self) -> None:
-        """Embeddings and head of this version of the policy, on every rank that runs the draft. Collective."""
-        pipeline = self.pipeline
+        """Embeddings and head as they are now, on the ranks that run the draft and on no other. Collective.
+
+        At every step: optimizers, loaded weights and merged adapters leave no common trace by which to tell that nothing
+        has changed (torch's version counters miss writes through `.data`).
+        """
+        pipeline, last_rank = self.pipeline, self.pipeline.num_ranks - 1
         first, last = pipeline.stages[0], pipeline.stages[-1]
-        embedding = effective_weight(first.anatomy.model.get_input_embeddings()) if first.is_first else None
-        head = bias = None
-        anatomy = last.anatomy
+        anatomy, owned, is_tied = last.anatomy, {}, True
+        if first.is_first:
+            embeddings = first.anatomy.model.get_input_embeddings()
+            owned["embedding"] = effective_weight(embeddings)
+            is_tied &= _is_shared(embeddings, first)
         if last.is_last:
-            head, bias = effective_weight(anatomy.head), getattr(anatomy.head, "bias", None)
-        embedding = self._shared(embedding, 0)
-        # An adapter may change one of two tied weights.
-        is_tied = anatomy.model.config.tie_word_embeddings and not hasattr(last.model, "peft_config")
-        head = embedding if is_tied else self._shared(head, pipeline.num_ranks - 1)
-        bias = self._shared(None if bias is None else bias.detach(), pipeline.num_ranks - 1)
+            owned["head"] = effective_weight(anatomy.head)
+            is_tied &= _is_shared(anatomy.head, last)
+            if getattr(anatomy.head, "bias", None) is not None:
+                owned["bias"] = anatomy.head.bias.detach()
+        forms = gather_objects(({n: (t.shape, t.dtype) for n, t in owned.items()}, is_tied), pipeline.group)
+        head = self._carried(owned.get("head"), forms[last_rank][0]["head"], last_rank)
+        if all(tied for _, tied in forms):
+            embedding = head
+        else:
+            embedding = self._carried(owned.get("embedding"), forms[0][0]["embedding"], 0)
+        bias = self._carried(owned.get("bias"), forms[last_rank][0].get("bias"), last_rank)
         if self._own:
             assert embedding is not None and head is not None
             self._weights = PolicyWeights(
                 embedding, head, bias, logit_scale=anatomy.logit_scale, logit_softcap=anatomy.logit_softcap
             )
 
-    def _shared(self, tensor: torch.Tensor | None, source: int) -> torch.Tensor | None:
-        """`source`'s tensor on all ranks of the pipeline, None if it has none."""
-        form = [None if tensor is None else (tensor.shape, tensor.dtype)]
-        dist.broadcast_object_list(form, group=self.pipeline.group, group_src=source)
-        if form[0] is None:
+    def _carried(
+        self, tensor: torch.Tensor | None, form: tuple[torch.Size, torch.dtype] | None, source: int
+    ) -> torch.Tensor | None:
+        """`source`'s tensor on that rank and on those that run the draft, None on the others and where there is none."""
+        group, rank = self.pipeline.group, self.pipeline.pipeline_rank
+        takers = sorted(set(self.sinks) - {source})
+        if form is None or rank not in (source, *takers):
             return None
-        shape, dtype = form[0]
-        if tensor is None:
-            tensor = torch.empty(shape, dtype=dtype, device=self.pipeline.device)
-        tensor = tensor.contiguous()
-        dist.broadcast(tensor, group=self.pipeline.group, group_src=source)
+        shape, dtype = form
+        tensor = (
+            torch.empty(shape, dtype=dtype, device=self.pipeline.device) if tensor is None else tensor.contiguous()
+        )
+        if len(takers) == self.pipeline.num_ranks - 1:
+            dist.broadcast(tensor, group=group, group_src=source)
+        elif rank == source:
+            # No schedule is under way, so this can't be mistaken for an activation.
+            for taker in takers:
+                dist.send(tensor, group=group, group_dst=taker)
+        else:
+            dist.recv(tensor, group=group, group_src=source)
         return tensor
 
     # Steps
@@ -245,9 +271,7 @@ class PipelineDraft:
             nonlocal channel, microbatches
             microbatches = self.pipeline.microbatches(batch)
             channel = self._open_channel(microbatches[0].rows["input_ids"].numel() * self.pipeline.hidden_size)
-            if self._is_stale:
-                self._refresh_weights()
-                self._is_stale = False
+            self._refresh_weights()
             channel.begin_step(next(self._step_ids), len(microbatches))
             return channel.relay()
 
@@ -279,28 +303,35 @@ class PipelineDraft:
             if channel is not None:
                 channel.abort(error)  # whoever waits for a tap of this rank learns why none comes
             raise
+        finally:
+            self._weights = None  # the next step borrows them anew
         return losses
 
     def step(self) -> DraftStep:
         """The draft's optimizer step, reported on all ranks; to be called where the policy makes its own.
 
         Raises:
-            RuntimeError: on all ranks, when the loss was not finite three times in a row.
+            Exception: on all ranks (of all replicas), where it failed on one: there its own error, elsewhere a `RuntimeError`
+                that names the rank, such as when the loss was not finite three times in a row. Other ranks may have updated
+                their replica of the draft already.
         """
-        self._is_stale = True
-        report = failure = None
+        report = failure = text = None
         if self.learner is not None:
             try:
                 report = self.learner.step()
-            except RuntimeError as error:  # ranks without a learner must hear of it
+            except Exception as error:  # a replica that goes on alone would train another draft
                 failure = error
-        outcome = [(report, None if failure is None else str(failure))]
+                text = f"pipeline rank {self.pipeline.pipeline_rank}: the draft's step failed: {error}"
         with self.pipeline.peers.naming("the draft's step"):
-            dist.broadcast_object_list(outcome, group=self.pipeline.group, group_src=self.pipeline.num_ranks - 1)
-        report, problem = outcome[0]
-        if problem is not None:
-            raise failure or RuntimeError(problem)
-        assert report is not None
+            outcomes = gather_objects((report, text), self.pipeline.group)
+        texts = [text for _, text in outcomes]
+        if self._data_group is not None:
+            texts += [text for other in gather_objects(texts, self._data_group) for text in other]
+        problems = [text for text in texts if text is not None]
+        if problems:
+            raise failure or RuntimeError(problems[0])
+        report = outcomes[-1][0]
+        assert report is not None  # the last rank runs every draft
         return report
 
     def close(self) -> None:
@@ -308,3 +339,8 @@ class PipelineDraft:
         if self.channel is not None:
             self.channel.close()
             self.channel = None
+
+
+def _is_shared(module: nn.Module, stage: PolicyStage) -> bool:
+    """Whether a stage's embeddings or head are the tied weight itself, with no adapter around it."""
+    return any(parameter is stage.tied_parameter for parameter in module.parameters(recurse=False))

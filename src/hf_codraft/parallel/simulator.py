@@ -123,7 +123,9 @@ def _run(order: Order, costs: StepCosts) -> tuple[tuple[Span, ...], ...]:
     return tuple(tuple(each) for each in spans.values())
 
 
-def simulate(order: Order, costs: StepCosts, *, placement: str) -> StepTimeline:
+def simulate(
+    order: Order, costs: StepCosts, *, placement: str, sink_of_microbatch: Sequence[int] | None = None
+) -> StepTimeline:
     """Times one optimizer step.
 
     Args:
@@ -131,9 +133,10 @@ def simulate(order: Order, costs: StepCosts, *, placement: str) -> StepTimeline:
         costs ([`StepCosts`]): seconds of its parts.
         placement (`str`): `"none"` (no draft), one of [`~hf_codraft.taps.slots.place_draft`]'s, or `"spread_balanced"`,
             `"spread"` with the microbatches of [`balanced_sinks`].
+        sink_of_microbatch (`Sequence[int]`, *optional*): of `"spread"`, as in [`~hf_codraft.taps.slots.place_draft`].
 
     Raises:
-        ValueError: if the costs are not one for each stage, or the order deadlocks.
+        ValueError: if the costs are not one for each stage, sinks don't fit, or the order deadlocks.
     """
     num_stages = 1 + max(action.stage for actions in order.values() for action in actions)
     if not len(costs.forward_s) == len(costs.backward_s) == num_stages:
@@ -146,7 +149,7 @@ def simulate(order: Order, costs: StepCosts, *, placement: str) -> StepTimeline:
     if placement == "spread_balanced":
         order = place_draft(order, "spread", sink_of_microbatch=balanced_sinks(order, costs))
     else:
-        order = place_draft(order, placement)
+        order = place_draft(order, placement, sink_of_microbatch=sink_of_microbatch)
     return StepTimeline(_run(order, costs), costs.draft_reduce_s if placement.startswith("spread") else 0.0)
 
 

@@ -107,6 +107,15 @@ def _local_entries(stages: Sequence[PolicyStage], owner: int) -> list[WeightEntr
     return entries
 
 
+def _try_local_entries(stages: Sequence[PolicyStage], owner: int) -> tuple[list[WeightEntry], str | None]:
+    """The entries, or what is wrong: whatever it is, the other ranks must hear of it, or they would wait for this one."""
+    try:
+        return _local_entries(stages, owner), None
+    except Exception as error:
+        name = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        return [], f"rank {owner}: {name}{error}"
+
+
 def agree_manifest(stages: Sequence[PolicyStage], group: dist.ProcessGroup | None) -> tuple[WeightEntry, ...]:
     """The list of all tensors and their owners, the same on all ranks of `group`; to be called by all of them.
 
@@ -117,11 +126,8 @@ def agree_manifest(stages: Sequence[PolicyStage], group: dist.ProcessGroup | Non
     Raises:
         ValueError: on every rank, if a rank can't list its weights, or two ranks own the same.
     """
-    owner, problem, entries = 0 if group is None else dist.get_rank(group), None, []
-    try:
-        entries = _local_entries(stages, owner)
-    except ValueError as error:  # told to all ranks, so that none waits for this one
-        problem = f"rank {owner}: {error}"
+    owner = 0 if group is None else dist.get_rank(group)
+    entries, problem = _try_local_entries(stages, owner)
     everyone: list = [(entries, problem)]
     if group is not None:
         everyone = [None] * group.size()
@@ -205,9 +211,9 @@ def _own_tensors(stages: Sequence[PolicyStage]) -> Iterator[torch.Tensor]:
 def _check_manifest(
     manifest: Sequence[WeightEntry], stages: Sequence[PolicyStage], group: dist.ProcessGroup | None, rank: int
 ) -> None:
-    expected, found = [entry for entry in manifest if entry.owner == rank], _local_entries(stages, rank)
-    problem = None
-    if expected != found:
+    expected = [entry for entry in manifest if entry.owner == rank]
+    found, problem = _try_local_entries(stages, rank)
+    if problem is None and expected != found:
         differing = sorted({entry.name for entry in set(expected) ^ set(found)}) or ["their order"]
         problem = f"rank {rank} differs in {differing[:8]}"
     problems = [problem]

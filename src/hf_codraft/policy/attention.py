@@ -18,11 +18,13 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PretrainedConfig
 
+from hf_codraft.attention.layout import PackedLayout
 from hf_codraft.attention.shard import Shard
 from hf_codraft.attention.trunk import trunk_attention
 
 ATTENTION_NAME = "hf_codraft"
 LAYER_TYPES = ("full_attention", "sliding_attention")
+LAYER_TYPE_FIELDS = ("layer_types", "layers_block_type", "block_types")  # where configs say what their layers are
 IGNORED_LABEL = -100  # transformers' and torch's
 
 
@@ -104,11 +106,54 @@ def refuse_masks(
             f"{config.model_type} asks for a mask beyond causal and sliding-window ones (bidirectional, image blocks or a "
             f"function of its own), which {ATTENTION_NAME!r} does not have; use another attn_implementation."
         )
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - set(LAYER_TYPES))
-    if others:
+    for field in LAYER_TYPE_FIELDS:
+        others = sorted(set(getattr(config, field, None) or ()) - set(LAYER_TYPES))
+        if others:
+            raise ValueError(
+                f"{field} of {config.model_type} has {others}, but {ATTENTION_NAME!r} shards {list(LAYER_TYPES)} only: in "
+                "other layers tokens would meet across segments, or miss what other ranks hold."
+            )
+
+
+def check_isolation(model: nn.Module) -> None:
+    """Runs two short segments in one row and raises if one changes the other's logits. Worth a call before any training.
+
+    It asks what the model does and not what its config says, so it finds whatever else lets tokens meet: recurrent and
+    convolutional layers, and attention other than this one (transformers drops a `shard` that nobody reads; on one rank its
+    own attention tells segments apart by their positions, on several it would not). Under FSDP all ranks call it; no
+    gradient is left.
+
+    Args:
+        model (`nn.Module`): a causal LM, wrapped or not.
+
+    Raises:
+        ValueError: if the logits of the second segment depend on the tokens of the first, or no layer read the shard.
+    """
+    num_tokens, device, was_training = 3, next(model.parameters()).device, model.training
+    shard = Shard(PackedLayout.from_lengths([num_tokens, num_tokens]))
+    seconds_LV: list[torch.Tensor] = []
+    attended: list[str] = []
+    model.eval()
+    try:
+        with torch.no_grad():
+            for first in (0, num_tokens):
+                token_ids_T = torch.tensor([*range(first, first + num_tokens), *range(num_tokens)], device=device)
+                inputs = packed_inputs(token_ids_T, shard)
+                seconds_LV.append(model(**inputs, attended=attended).logits[0, num_tokens:])
+    finally:
+        model.train(was_training)
+    if not attended:
         raise ValueError(
-            f"layer_types of {config.model_type} has {others}, but {ATTENTION_NAME!r} shards {list(LAYER_TYPES)} only: in "
-            "other layers tokens would meet across segments, or miss what other ranks hold."
+            f"no layer of {type(model).__name__} calls the attention {ATTENTION_NAME!r}, so nothing reads the shard; build "
+            "it with attn_implementation=register_attention()."
+        )
+    change = (seconds_LV[1] - seconds_LV[0]).abs().max().item()
+    # Experts round anew where others share their batch; a segment that is seen changes more.
+    if not change <= torch.finfo(seconds_LV[0].dtype).eps ** 0.5 * seconds_LV[0].abs().max().item():
+        raise ValueError(
+            f"{type(model).__name__} lets the segments of a packed row see each other: other tokens in the first changed "
+            f"the second's logits by {change:.2g}. Some of its layers mix tokens outside of the attention "
+            f"{ATTENTION_NAME!r}; they can't be trained on packed rows."
         )
 
 
@@ -124,6 +169,7 @@ def sharded_attention(
     dropout: float = 0.0,
     route: str = "direct",
     keep_remote: bool = False,
+    attended: list[str] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Exact causal attention of a packed row that is spread over ranks, as transformers calls it.
@@ -137,6 +183,7 @@ def sharded_attention(
         scaling (`float`, *optional*): of the scores; `head_dim ** -0.5` by default.
         dropout (`float`): 0.
         route, keep_remote: as in `trunk_attention`; may be given to the model call.
+        attended (`list[str]`, *optional*): gets the layer's kind; given to the model call by [`check_isolation`].
         kwargs: of these `sliding_window`, `position_ids` and what must be refused are read.
 
     Returns:
@@ -153,6 +200,9 @@ def sharded_attention(
         )
     _check_kind(module, attention_mask, dropout=dropout, num_ranks=shard.layout.world, kwargs=kwargs)
     _check_tokens(module, query, key, value, shard=shard, position_ids=kwargs.get("position_ids"))
+    _check_rope(module.config, shard.layout)
+    if attended is not None:
+        attended.append(type(module).__name__)
     q_LND, k_LMD, v_LMD = (x[0].transpose(0, 1) for x in (query, key, value))
     num_tokens = shard.num_tokens  # without the one that stands in where a rank holds none
     out_LND = trunk_attention(
@@ -212,6 +262,32 @@ def _check_kind(
             f"output_router_logits must be False on {num_ranks} context-parallel ranks: the load-balancing loss would be "
             "each rank's own and not the row's."
         )
+
+
+def _check_rope(config: PretrainedConfig, layout: PackedLayout) -> None:
+    """Frequencies that follow the longest position must be the same on every rank and in every segment.
+
+    transformers takes that position from the tokens of one model call: on a shard it is the rank's own, and in a packed
+    row that of the longest segment. Up to the length that the model was made for there is one set of frequencies.
+    """
+    ropes = getattr(config, "rope_parameters", None) or {}
+    for rope in [ropes] if "rope_type" in ropes else ropes.values():  # one a kind of layer, in some models
+        rope_type = rope.get("rope_type", "default")
+        if rope_type == "longrope":
+            name, limit = "original_max_position_embeddings", rope["original_max_position_embeddings"]
+        elif "dynamic" in rope_type:
+            name, limit = "max_position_embeddings", config.max_position_embeddings
+        else:
+            continue
+        longest = max((end - start for start, end in layout.segments), default=0)
+        is_alone = layout.world == 1 and len(layout.segments) == 1
+        if longest > limit and not is_alone:
+            raise ValueError(
+                f"rope_type {rope_type!r} of {config.model_type} changes its frequencies beyond {name} ({limit}), and the "
+                f"longest of the row's {len(layout.segments)} segments has {longest} tokens: its {layout.world} ranks and "
+                "the other segments would get different ones. Leave longer rows out, run each of them alone on one rank, "
+                "or use a rope_type that does not depend on the length (yarn, llama3, linear)."
+            )
 
 
 def _check_tokens(

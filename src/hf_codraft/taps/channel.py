@@ -59,7 +59,7 @@ class ChannelTotals:
 
     Args:
         num_published (`int`), num_collected (`int`): tensors, the local ones included.
-        bytes_published (`int`): bytes sent to other ranks.
+        bytes_published (`int`): bytes sent to other ranks; by relay also those that this rank's stages only hand on.
         publish_s (`float`), collect_s (`float`): seconds inside the two calls, waits included.
     """
 
@@ -114,7 +114,8 @@ class TapChannel:
         timeout_s (`float`, *optional*, defaults to 60): seconds before a sink's wait for a source becomes an error, half again
             as many for a source's; must be shorter than the group's own, which would say less.
         check_crc (`bool`, *optional*, defaults to `False`): compare the bytes on arrival and again at release. For
-            debugging; reads every tap three times.
+            debugging; reads every tap three times. By relay the bytes are compared where a stage hands them to the
+            pipeline, and from arrival to release; the pipeline's own transfers between the two carry no crc.
         device_layer ([`DeviceLayer`], *optional*): of `device`; made here for CUDA.
     """
 
@@ -149,30 +150,47 @@ class TapChannel:
 
     # Setup
 
-    def setup(self) -> None:
-        """Compares everything that must be alike, chooses the transport and opens the rings; collective.
+    def _known_group(self) -> dist.ProcessGroup:
+        group = self._group or dist.group.WORLD
+        if group is None:
+            raise RuntimeError("TapChannel needs torch.distributed; call init_process_group first.")
+        return group
+
+    def choose(self) -> Choice:
+        """Compares everything that must be alike and chooses the transport; collective, and opens nothing.
 
         Raises:
             TapProtocolError: on every rank, if two ranks were given different things.
             ValueError: on every rank, if one was given something impossible.
         """
-        group = self._group or dist.group.WORLD
-        if group is None:
-            raise RuntimeError("TapChannel.setup needs torch.distributed; call init_process_group first.")
+        group = self._known_group()
         self.rank = dist.get_rank(group)
-        if self.choice is not None:
-            raise TapProtocolError(f"rank {self.rank}: setup was called twice.")
-        every = gather_objects((self._terms(), self._problem(group)), group)
+        try:
+            problem = self._problem(group)
+        except Exception as error:  # such as a number that is none: the others wait to hear of it
+            problem = f"{type(error).__name__}: {error}"
+        every = gather_objects((self._terms(), problem), group)
         _compare_terms([terms for terms, _ in every])
         problems = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(every) if problem]
         if problems:
             raise ValueError(" ".join(problems))
-        self.choice = choose_transport(
+        return choose_transport(
             self._asked_transport,
             routes=self._all_routes,
             sink_ranks=self.sink_ranks,
             surroundings=self._look_round(group),
         )
+
+    def setup(self) -> None:
+        """Does what [`choose`] does and opens the rings; collective.
+
+        Raises:
+            TapProtocolError, ValueError: as in [`choose`].
+        """
+        if self.choice is not None:
+            raise TapProtocolError(f"rank {self.rank}: setup was called twice.")
+        self.choice = self.choose()
+        group = self._known_group()
         self.transport = self._make_transport(group, self.choice.name)
         plans = [
             RingPlan(route, sink_rank, self.num_slots)
@@ -248,7 +266,9 @@ class TapChannel:
         if name == "shm":
             return ShmTransport(group, timeout_s=self.timeout_s)
         if name == "relay":
-            return RelayTransport(self._all_routes, rank=self.rank, sink_rank=self.sink_ranks[0])
+            return RelayTransport(
+                self._all_routes, rank=self.rank, sink_rank=self.sink_ranks[0], check_crc=self.check_crc
+            )
         return None
 
     def describe(self) -> str:
@@ -287,7 +307,10 @@ class TapChannel:
         step, _ = self._open_step("relay()")
         if not isinstance(self.transport, RelayTransport):
             return None
-        return Relay(self.transport, step.step_id, step.num_microbatches)
+        return Relay(self.transport, step.step_id, step.num_microbatches, self._count_relayed)
+
+    def _count_relayed(self, num_bytes: int) -> None:
+        self._count(bytes_published=num_bytes, start=monotonic())
 
     def publish(self, microbatch: int, tap_id: int, tensor: torch.Tensor) -> None:
         """Sends a tap of this rank on its way; waits only while the ring is full.
@@ -316,7 +339,9 @@ class TapChannel:
             with self._naming(f"{where} waits for rank {key[1]} to release room", key):
                 self._rings[key].write(header, tensor)
             step.num_published[key] = step.num_published.get(key, 0) + 1
-        self._count(num_published=1, bytes_published=0 if key[1] == self.rank else header.num_bytes, start=start)
+        # What is relayed is counted where a stage sends it, on every hop.
+        leaves = key[1] != self.rank and not isinstance(self.transport, RelayTransport)
+        self._count(num_published=1, bytes_published=header.num_bytes if leaves else 0, start=start)
 
     def _check_publish(self, step: _Step, microbatch: int, tap_id: int, tensor: torch.Tensor) -> None:
         route = self.routes.get(tap_id)
@@ -403,8 +428,7 @@ class TapChannel:
         self._check_bytes(header, tensor, f"{name}: the bytes are not those that were published (crc).")
 
     def _check_bytes(self, header: Header, tensor: torch.Tensor, message: str) -> None:
-        is_relayed = self.choice is not None and self.choice.name == "relay"  # no header travels with an activation
-        if self.check_crc and not is_relayed and tensor_crc(tensor) != header.crc:
+        if self.check_crc and tensor_crc(tensor) != header.crc:
             raise TapProtocolError(message)
 
     def release(self, microbatch: int) -> None:

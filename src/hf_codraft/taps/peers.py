@@ -13,6 +13,7 @@ from torch import distributed as dist
 from hf_codraft.taps.protocol import gather_objects
 
 _PATIENCE_S = 2.0  # a connection breaks a little before the process behind it is gone
+_PF_EXITING = 0x4  # of the flags in /proc/PID/stat
 
 
 class PeerLost(RuntimeError):
@@ -57,6 +58,8 @@ class Peers:
         for pidfd in self._rank_of_pidfd:
             self._poll.register(pidfd, select.POLLIN)
         self._finalizer = weakref.finalize(self, _close, list(self._rank_of_pidfd))
+        # At exit the system closes them; closed sooner, a late look could find other files under their numbers.
+        self._finalizer.atexit = False
 
     def ended(self) -> list[int]:
         """Ranks whose processes are gone."""
@@ -65,12 +68,25 @@ class Peers:
     def stopped(self) -> list[int]:
         """Ranks whose processes a signal or a debugger has stopped."""
         ended = self.ended()
-        return [rank for rank, pid in self._pids.items() if rank not in ended and _state(pid) in ("T", "t")]
+        return [rank for rank, pid in self._pids.items() if rank not in ended and _state(pid)[0] in ("T", "t")]
 
     def close(self) -> None:
-        """Ends the watch; no rank has ended then."""
+        """Ends the watch; every other rank is unseen then."""
         self._finalizer()
+        self.unseen = sorted({*self.unseen, *self._pids})
         self._rank_of_pidfd, self._pids, self._poll = {}, {}, select.poll()
+
+    def culprits(self) -> str:
+        """Which ranks have ended or are stopped, or an empty string; to be asked where a connection broke.
+
+        A process that was killed is known here as soon as its connections are closed, before [`ended`] knows.
+        """
+        leaving = [rank for rank, pid in self._pids.items() if _state(pid)[1] & _PF_EXITING]
+        if ended := sorted({*self.ended(), *leaving}):
+            return f"rank(s) {ended} ended, killed or with an error that their own output shows"
+        if stopped := self.stopped():
+            return f"rank(s) {stopped} are stopped, by a signal or a debugger"
+        return ""
 
     @contextmanager
     def naming(self, what: str) -> Iterator[None]:
@@ -93,21 +109,21 @@ class Peers:
 
     def _verdict(self) -> str:
         deadline = time.monotonic() + _PATIENCE_S
-        while not (ended := self.ended()) and not (stopped := self.stopped()) and time.monotonic() < deadline:
+        while not (culprits := self.culprits()) and time.monotonic() < deadline:
             time.sleep(0.05)
-        if ended:
-            return f"rank(s) {ended} ended, killed or with an error that their own output shows"
-        if stopped:
-            return f"rank(s) {stopped} are stopped, by a signal or a debugger"
+        if culprits:
+            return culprits
         unseen = f", except rank(s) {self.unseen}, which can't be seen from here" if self.unseen else ""
         return f"no process ended or is stopped{unseen}; so one of them hangs, or can't be reached"
 
 
-def _state(pid: int) -> str:
+def _state(pid: int) -> tuple[str, int]:
+    """Letter and flags of a process, nothing where there is none; its name, in brackets, may hold spaces and brackets."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return ""
+        return "", 0
+    return fields[0], int(fields[6])
 
 
 def _is_of_backend(error: RuntimeError) -> bool:

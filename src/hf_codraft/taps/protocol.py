@@ -3,7 +3,8 @@
 import ctypes
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -150,11 +151,26 @@ class Ring(Protocol):
         """What this end knows of the ring, for error messages."""
 
 
+@contextmanager
+def naming_the_last_wait(plan: RingPlan, progress: Callable[[], str]) -> Iterator[None]:
+    """Says which ring could not be closed; what a ring raises inside says only why."""
+    try:
+        yield
+    except TapError as error:
+        raise type(error)(
+            f"rank {plan.route.owner_rank}: close waits for rank {plan.sink_rank} to take what is left of tap "
+            f"{plan.route.tap_id}: {str(error).rstrip('.')}. {plan.num_slots} slot(s); {progress()}."
+        ) from error
+
+
 RingKey = tuple[int, int]  # (tap id, sink rank)
 
 
 class Transport(Protocol):
-    """Moves the bytes of all rings that travel between ranks; knows nothing of steps and microbatches."""
+    """Moves the bytes of all rings that travel between ranks; knows nothing of steps and microbatches.
+
+    `abort` and `close` may also be called where `open` was not, or failed half-way.
+    """
 
     def open(self, plans: Sequence[RingPlan]) -> Mapping[RingKey, Ring]:
         """Collective over the group; returns the rings of which this rank is an end."""

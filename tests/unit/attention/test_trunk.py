@@ -1,11 +1,15 @@
 """Passes over a sharded trunk against one dense softmax in fp64: every planner, route, dtype, head shape and window."""
 
 import random
-from dataclasses import replace
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations, product
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from attention_cases import (
     MODES,
     PLANS,
@@ -17,16 +21,20 @@ from attention_cases import (
     output_gradients,
     run_rank,
     run_threads,
+    split,
     truth,
 )
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hf_codraft.attention.blocks import needed_keys
 from hf_codraft.attention.cost import Visibility
 from hf_codraft.attention.layout import PackedLayout, Piece
 from hf_codraft.attention.reference import visible_mask
 from hf_codraft.attention.shard import Shard
-from hf_codraft.attention.transport import HEADER_BYTES, run_local_ranks
+from hf_codraft.attention.transport import HEADER_BYTES, Delivery, run_local_ranks
 from hf_codraft.attention.trunk import Trunk, num_kept_within, trunk_attention
 
 AXES = {
@@ -210,6 +218,151 @@ class _Nobody:
         self.world, self.rank = world, 0
 
 
+# Memory
+
+
+class PeakBytes(TorchDispatchMode):
+    """The most bytes that were alive at one time of what operators of this thread made or unpacked."""
+
+    def __init__(self):
+        super().__init__()
+        self.peak = 0
+        self.alive = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.alive = {key: held for key, held in self.alive.items() if not held[0].expired()}
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor):
+                storage = x.untyped_storage()
+                self.alive.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
+        return result
+
+
+@dataclass(frozen=True)
+class WatchedDelivery:
+    delivery: Delivery
+    see: Callable
+
+    def wait(self):
+        arrived = self.delivery.wait()
+        self.see(arrived[0].untyped_storage())
+        return arrived
+
+
+def watch_arrivals(transport, see) -> None:
+    """Calls `see` with the storage of every parcel that comes."""
+    exchange = transport.exchange
+    transport.exchange = lambda *args, **options: [
+        WatchedDelivery(delivery, see) for delivery in exchange(*args, **options)
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_streaming_holds_less_in_the_backward_than_keeping(dtype):
+    """On the last rank of a contiguous row, which sees all keys and whose own nobody else sees."""
+    layout = PLANS["contiguous"]((0, 1024), 8)
+
+    def one_rank(transport, keep_remote):
+        shard = Shard(layout, transport.rank, transport)
+        q, k, v = (torch.ones(128, 2, 64, dtype=dtype, requires_grad=True) for _ in range(3))
+        with PeakBytes() as live:
+            trunk_attention(q, k, v, shard=shard, scale=SCALE, keep_remote=keep_remote).sum().backward()
+        return live.peak
+
+    kept, streamed = (
+        run_local_ranks(lambda t, keep=keep: one_rank(t, keep), 8, timeout_s=20)[-1] for keep in (True, False)
+    )
+    assert streamed < 0.6 * kept
+
+
+@pytest.mark.parametrize("mode", ["kept", "partly kept", "streamed"])
+def test_at_most_two_parcels_of_gradients_are_on_their_way(mode):
+    case = TrunkCase(lengths=(64,), world=8, mode=mode, num_passes=2)
+
+    def one_rank(transport):
+        exchange, posted, most = transport.exchange, [], [0]
+
+        def watched(sends, receives, *, what, **rest):
+            deliveries = exchange(sends, receives, what=what, **rest)
+            if what == "gradients of keys and values":
+                posted.append(weakref.ref(deliveries[0]))
+                most.append(sum(delivery() is not None for delivery in posted))
+            return deliveries
+
+        transport.exchange = watched
+        run_rank(case, transport)
+        return max(most)
+
+    assert run_local_ranks(one_rank, case.world, timeout_s=20) == [2] * case.world
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_checkpoint_frees_the_keys_of_its_first_forward(mode):
+    """Own keys, and what came from other ranks, until the backward makes and asks for them anew."""
+    case = TrunkCase(mode=mode, num_passes=1)
+    route, num_kept = MODES[mode]
+
+    def one_rank(transport, is_checkpointed):
+        layout, shard = case.layout, Shard(case.layout, transport.rank, transport)
+        q, k, v = (layout.shard(x, transport.rank).requires_grad_() for x in leaves(case, case.dtype))
+        held = []
+        watch_arrivals(transport, lambda storage: held.append(StorageWeakRef(storage)))
+
+        def layer(q, k, v):
+            k, v = k * 2, v * 3  # the projection
+            held.extend(StorageWeakRef(x.untyped_storage()) for x in (k, v))
+            trunk = Trunk(k, v, shard=shard, scale=SCALE, route=route, num_kept=num_kept)
+            return trunk.attend(q, trunk.queries())
+
+        if is_checkpointed:
+            out = torch.utils.checkpoint.checkpoint(layer, q, k, v, use_reentrant=False, preserve_rng_state=False)
+        else:
+            out = layer(q, k, v)
+        alive = [not x.expired() for x in held]
+        out.backward(layout.shard(output_gradients(case)[0], transport.rank))
+        return alive, [not x.expired() for x in held], [q.grad, k.grad, v.grad]
+
+    plain, dropped = (
+        run_local_ranks(lambda t, flag=flag: one_rank(t, flag), case.world, timeout_s=20) for flag in (False, True)
+    )
+    for (held, after, want), (freed, freed_after, got) in zip(plain, dropped, strict=True):
+        assert held[:2] == [True] * 2 and len(freed) == len(held) > 2
+        assert not any(freed) and not any(after) and not any(freed_after)
+        assert all(map(torch.equal, got, want))
+
+
+@pytest.mark.parametrize("around", ["all passes", "all passes, reentrant", "each pass"])
+@pytest.mark.parametrize("mode", MODES)
+def test_checkpoints_change_no_bit(mode, around):
+    case = TrunkCase(lengths=(17, 8), mode=mode, num_passes=3, dtype=torch.float32, window=7)
+    plain = run_threads(case)
+    options = {"use_reentrant": "reentrant" in around, "preserve_rng_state": False}
+
+    def one_rank(transport):
+        layout, shard = case.layout, Shard(case.layout, transport.rank, transport)
+        own = [layout.shard(x, transport.rank).requires_grad_() for x in leaves(case, case.dtype)]
+        route, num_kept = MODES[mode]
+
+        def passes(*tensors):
+            queries, (k, v), branch_k, branch_v = split(case, tensors)
+            trunk = Trunk(k, v, shard=shard, scale=SCALE, window=7, route=route, num_kept=num_kept)
+
+            def attend(number, q):
+                return trunk.attend(q, trunk.queries(), branch_k=branch_k[:number], branch_v=branch_v[:number])
+
+            if around == "each pass":
+                attend = partial(torch.utils.checkpoint.checkpoint, attend, **options)
+            return tuple(attend(number, q) for number, q in enumerate(queries))
+
+        outs = passes(*own) if around == "each pass" else torch.utils.checkpoint.checkpoint(passes, *own, **options)
+        torch.autograd.backward(outs, [layout.shard(x, transport.rank) for x in output_gradients(case)])
+        return [*(out.detach() for out in outs), *(x.grad for x in own)]
+
+    assert all(map(torch.equal, join(case, run_local_ranks(one_rank, case.world, timeout_s=20)), plain))
+
+
 # Precision
 
 
@@ -338,3 +491,25 @@ def test_tensors_and_options_that_do_not_fit_are_refused():
     trunk = Trunk(k, k, shard=shard, scale=1.0)
     with pytest.raises(ValueError, match="q_AND has 3 rows, but there are 4 queries"):
         trunk.attend(k[1:], trunk.queries())
+    for q in (torch.zeros(4, 2, 16), torch.zeros(4, 2, 4), torch.zeros(4, 3, 8), torch.zeros(4, 1, 8), k[:, 0]):
+        with pytest.raises(ValueError, match=r"q_AND \(4, .* with a multiple of the trunk's 2 key/value heads"):
+            trunk.attend(q, trunk.queries())
+    with pytest.raises(ValueError, match="branch_k has 1 tensors and branch_v 0"):
+        trunk.attend(k, trunk.queries(), branch_k=[k])
+    for wrong in (k[1:], k[:, :1], k[..., :4], k.repeat(1, 2, 1)):
+        for name in ("branch_k", "branch_v"):
+            branches = {"branch_k": [k, k], "branch_v": [k, k]} | {name: [k, wrong]}
+            with pytest.raises(ValueError, match=rf"{name}\[1\] \(.*\) must have the shape \(4, 2, 8\)"):
+                trunk.attend(k, trunk.queries(), **branches)
+
+
+@pytest.mark.parametrize("rows", [[1, 0], [0, 0], [-1, 2], [2, 4], [1, 3, 2]], ids=str)
+def test_rows_that_do_not_ascend_within_the_tokens_are_refused(rows):
+    k = torch.zeros(4, 2, 8)
+    trunk = Trunk(k, k, shard=Shard(PackedLayout.from_lengths([4])), scale=1.0)
+    with pytest.raises(ValueError, match=r"rows must ascend, none twice, from 0 or more to less than 4"):
+        trunk.queries(torch.tensor(rows))
+    for others in (torch.ones(4, dtype=torch.bool), torch.zeros(1), torch.tensor(2)):
+        with pytest.raises(ValueError, match="rows must be one axis of int64 rows"):
+            trunk.queries(others)
+    assert trunk.queries(torch.tensor([], dtype=torch.long)).num_queries == 0

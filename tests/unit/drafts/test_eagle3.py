@@ -1,14 +1,16 @@
 """EAGLE-3's training-time test against a dense-mask reference, and the promises of DRAFT_MATH section 2."""
 
-import math
 from types import SimpleNamespace
 
 import pytest
 import tiny
 import torch
+from attention_cases import PLANS
+from dense_eagle3 import is_supervised, reference_hidden, reference_loss, sharded_loss
 from ranks import HIDDEN, NUM_TAPS, VOCAB, exact_norms, tiny_batch, tiny_draft, tiny_weights
 from torch.nn import functional as F
 
+from hf_codraft.attention.trunk import num_kept_within
 from hf_codraft.drafts.eagle3 import Eagle3DraftConfig, default_tap_ids, supervised_passes
 from hf_codraft.drafts.vocabulary import check_mapping, kept_mask, offsets, select_draft_vocab
 from hf_codraft.hub.resolve import fresh_eagle3
@@ -60,130 +62,32 @@ def trl_inputs(rows, *, seed=0) -> tuple[dict[str, torch.Tensor], Taps]:
     return inputs, Taps(tuple(taps.chunk(NUM_TAPS, -1)), final)
 
 
-# The reference: plain functions on weights by name, dense masks, explicit softmax
-
-
-def rms(x, weight, eps=1e-6):
-    return x / torch.sqrt(x.square().mean(-1, keepdim=True) + eps) * weight
-
-
-def rotate(x_TND, position_T, theta=10000.0):
-    dim = x_TND.shape[-1]
-    frequency = 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float) / dim))
-    angle = position_T.float()[:, None] * frequency  # fp32 as in transformers
-    cos, sin = (x.to(x_TND.dtype)[:, None].repeat(1, 1, 2) for x in (angle.cos(), angle.sin()))
-    first, second = x_TND.chunk(2, -1)
-    return x_TND * cos + torch.cat([-second, first], -1) * sin
-
-
-def reference_hidden(draft, batch, policy, num_passes) -> list[torch.Tensor]:
-    """The states after the final norm at every trunk position, pass by pass, each with a `[T x d T]` mask."""
-    weights, config = dict(draft.named_parameters()), draft.config
-    heads, kv_heads, dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    tokens = batch.layout.num_tokens
-    segment = torch.tensor([number for number, (s, e) in enumerate(batch.layout.segments) for _ in range(e - s)])
-    position = torch.tensor([i for s, e in batch.layout.segments for i in range(e - s)])
-    index = torch.arange(tokens)
-    trunk_mask = (segment[:, None] == segment) & (index[:, None] >= index)
-    own_mask = torch.eye(tokens, dtype=torch.bool)
-
-    state = batch.taps_TX
-    if config.norm_before_fc:
-        state = rms(state, weights["input_norm.weight"])
-    if config.fc_norm:
-        parts = state.split(HIDDEN, -1)
-        state = torch.cat([rms(x, weights[f"fc_norm.{i}.weight"]) for i, x in enumerate(parts)], -1)
-    state = state @ weights["fc.weight"].T
-    keys, values, masks, outputs = [], [], [], []
-    for d in range(1, num_passes + 1):
-        ends = [end for start, end in batch.layout.segments for _ in range(start, end)]
-        read_ids = torch.tensor([batch.token_ids_T[i + d if i + d < ends[i] else 0] for i in range(tokens)])
-        embedded = rms(policy.embedding_VH[read_ids], weights["midlayer.input_layernorm.weight"])
-        normed = rms(state, weights["midlayer.hidden_norm.weight"])
-        residual = normed if config.norm_before_residual else state
-        read = torch.cat([embedded, normed], -1)
-        q, k, v = (
-            (read @ weights[f"midlayer.self_attn.{name}_proj.weight"].T).view(tokens, count, dim)
-            for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads))
-        )
-        q, k = rotate(q, position + d - 1), rotate(k, position + d - 1)
-        keys.append(k.repeat_interleave(heads // kv_heads, 1))
-        values.append(v.repeat_interleave(heads // kv_heads, 1))
-        masks.append(trunk_mask if d == 1 else own_mask)
-        scores = torch.einsum("qnd,knd->nqk", q, torch.cat(keys)) / math.sqrt(dim)
-        weight = scores.masked_fill(~torch.cat(masks, 1), -torch.inf).exp()
-        weight = weight / weight.sum(-1, keepdim=True)
-        attended = torch.einsum("nqk,knd->qnd", weight, torch.cat(values)).reshape(tokens, heads * dim)
-        residual = residual + attended @ weights["midlayer.self_attn.o_proj.weight"].T
-        x = rms(residual, weights["midlayer.post_attention_layernorm.weight"])
-        gate, up = (x @ weights[f"midlayer.mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-        prenorm = residual + (gate * torch.sigmoid(gate) * up) @ weights["midlayer.mlp.down_proj.weight"].T
-        outputs.append(rms(prenorm, weights["norm.weight"]))
-        state = outputs[-1] if config.norm_output else prenorm
-    return outputs
-
-
-def is_supervised(batch, i, d) -> bool:
-    """Tokens i + 1 .. i + d + 1 all lie in the segment of i and were all sampled by the policy."""
-    end = next(end for start, end in batch.layout.segments if start <= i < end)
-    return i + d + 1 < end and all(batch.supervised_T[i + step] for step in range(1, d + 2))
-
-
-def reference_loss(draft, batch, policy, *, num_passes, loss_type, temperature, pass_weights):
-    """Weighted loss and, by pass, loss sum, acceptance sum and count."""
-    kept = draft.kept_ids
-    total, sums, accepts, counts = 0.0, [], [], []
-    hidden = reference_hidden(draft, batch, policy, num_passes)
-    for d in range(1, num_passes + 1):
-        loss_sum, accept_sum, count = torch.zeros(2, dtype=torch.float64).sum(), 0.0, 0
-        for i in range(batch.layout.num_tokens):
-            if not is_supervised(batch, i, d):
-                continue
-            target = int(batch.token_ids_T[i + d + 1])
-            if loss_type == "ce" and target not in kept.tolist():
-                continue
-            p = torch.softmax(batch.hidden_TH[i + d] @ policy.head_VH[kept].T / temperature, -1)
-            q = torch.softmax(hidden[d - 1][i] @ draft.lm_head.weight.T / temperature, -1)
-            kl, tv = (p * (p / q).log()).sum(), (p - q).abs().sum() / 2
-            mix = torch.exp(-3 * (1 - tv)).detach()
-            loss = {"kl": kl, "tv": tv, "lk": mix * kl + (1 - mix) * tv}.get(loss_type)
-            loss_sum = loss_sum + (-q[kept.tolist().index(target)].log() if loss is None else loss)
-            accept_sum += torch.minimum(p, q).sum().item()
-            count += 1
-        total = total + (pass_weights[d - 1] if pass_weights else 1.0) * loss_sum
-        sums.append(loss_sum.item())
-        accepts.append(accept_sum)
-        counts.append(count)
-    return total, sums, accepts, counts
-
-
 def assert_equals_reference(
-    draft, batch, *, num_passes=3, loss_type="kl", temperature=1.0, pass_weights=None, chunk_size=4
+    draft, batch, *, num_passes=3, loss_type="kl", temperature=1.0, pass_weights=None, splits=((1, 4),)
 ) -> None:
-    policy, options = tiny_weights(), dict(loss_type=loss_type, temperature=temperature, pass_weights=pass_weights)
-    got = draft.compute_loss(batch, policy, num_passes=num_passes, chunk_size=chunk_size, **options)
-    want, sums, accepts, counts = reference_loss(draft, batch, policy, num_passes=num_passes, **options)
-    assert got.count_K.tolist() == counts
-    torch.testing.assert_close(got.loss, want, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(got.loss_sum_K.tolist(), sums, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(got.accept_sum_K.tolist(), accepts, rtol=1e-10, atol=1e-10)
-    parameters = dict(draft.named_parameters())
-    got_grads = torch.autograd.grad(got.loss, parameters.values())
-    want_grads = torch.autograd.grad(want, parameters.values(), allow_unused=True)
-    for name, ours, expected in zip(parameters, got_grads, want_grads, strict=True):
-        expected = torch.zeros_like(ours) if expected is None else expected
-        torch.testing.assert_close(
-            ours, expected, rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    """Sums, counts and gradients within 1e-12 of the reference's norm, for every `(ranks, chunk size)` of `splits`."""
+    policy, parameters = tiny_weights(), dict(draft.named_parameters())
+    options = dict(num_passes=num_passes, loss_type=loss_type, temperature=temperature, pass_weights=pass_weights)
+    want, sums, accepts, counts = reference_loss(draft, batch, policy, **options)
+    want_grads = torch.autograd.grad(want, parameters.values(), materialize_grads=True)
+    for number, (world, chunk_size) in enumerate(splits):
+        plan = list(PLANS)[number % len(PLANS)]
+        got = sharded_loss(draft, batch, policy, world=world, plan=plan, chunk_size=chunk_size, **options)
+        assert got.count_K.tolist() == counts
+        torch.testing.assert_close(got.loss_sum_K.tolist(), sums, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(got.accept_sum_K.tolist(), accepts, rtol=1e-12, atol=1e-12)
+        for name, ours, expected in zip(parameters, got.grads, want_grads, strict=True):
+            assert (ours - expected).norm() <= 1e-12 * expected.norm(), (name, world, plan, chunk_size)
 
 
 @pytest.mark.parametrize("num_passes", [1, 3, 7])
 @norm_variants
-def test_loss_and_gradients_equal_a_dense_mask_reference(num_passes, flags):
+def test_loss_and_gradients_on_any_ranks_in_any_tiles_equal_a_dense_mask_reference(num_passes, flags):
     inputs, taps = trl_inputs(ROWS["mixed"])
     batch = pack_completions(inputs, taps)
     assert supervised_passes(batch, num_passes)[-1].any()
-    assert_equals_reference(tiny_draft(**flags), batch, num_passes=num_passes)
+    splits = [(1, None), (4, 5)] if flags else [(world, size) for size in (None, 5) for world in (1, 2, 4)]
+    assert_equals_reference(tiny_draft(**flags), batch, num_passes=num_passes, splits=splits)
 
 
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
@@ -194,12 +98,11 @@ def test_padded_rows_equal_a_dense_mask_reference(rows):
 
 @pytest.mark.parametrize("loss_type", ["kl", "tv", "lk", "ce"])
 @pytest.mark.parametrize("draft_vocab_size", [VOCAB, 20], ids=["full vocabulary", "reduced"])
-@pytest.mark.parametrize("chunk_size", [None, 3], ids=["dense", "chunked"])
-def test_losses_temperature_and_pass_weights_equal_a_dense_mask_reference(loss_type, draft_vocab_size, chunk_size):
+def test_losses_temperature_and_pass_weights_equal_a_dense_mask_reference(loss_type, draft_vocab_size):
     draft = tiny_draft(draft_vocab_size=draft_vocab_size)
     assert_equals_reference(
         draft, tiny_batch(ROWS["mixed"]), loss_type=loss_type, temperature=0.7, pass_weights=(1.0, 0.5, 0.0),
-        chunk_size=chunk_size,
+        splits=((1, None), (1, 100), (3, 3)),
     )  # fmt: skip
 
 
@@ -425,6 +328,10 @@ ROPE = {
     "default": {"rope_type": "default", "rope_theta": 5000.0},
     "linear": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0},
     "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+    "longrope": {
+        "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16,
+        "short_factor": [1.5] * 16, "long_factor": [2.0 + 0.5 * n for n in range(16)],
+    },
     "yarn": {
         "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16,
         "beta_fast": 32.0, "beta_slow": 1.0,
@@ -620,15 +527,116 @@ def test_softmax_over_a_reduced_vocabulary_is_the_engines():
     torch.testing.assert_close(F.softmax(wide, -1)[:, draft.kept_ids], F.softmax(logits, -1), rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("loss_type", ["kl", "ce"])
-@pytest.mark.parametrize("draft_vocab_size", [VOCAB, 20], ids=["full vocabulary", "reduced"])
-@pytest.mark.parametrize("chunk_size", [1, 5])
-def test_tiles_give_the_loss_and_gradients_of_the_whole_row(chunk_size, draft_vocab_size, loss_type):
-    draft, policy, batch = tiny_draft(draft_vocab_size=draft_vocab_size), tiny_weights(), tiny_batch(ROWS["mixed"])
-    weights = list(draft.parameters())
-    results = []
-    for size in (None, chunk_size):
-        loss = draft.compute_loss(batch, policy, num_passes=3, loss_type=loss_type, chunk_size=size)
-        results.append([loss.loss_sum_K, loss.accept_sum_K, *torch.autograd.grad(loss.loss, weights)])
-    for tiled, whole in zip(*reversed(results), strict=True):
-        torch.testing.assert_close(tiled, whole, rtol=1e-11, atol=1e-12)
+# Sharded rows
+
+
+def whole_row(draft, batch, policy, **options):
+    """What [`sharded_loss`] gives, on one rank and at once."""
+    return sharded_loss(draft, batch, policy, world=1, chunk_size=None, **options)
+
+
+def assert_same(got, want, *, tolerance=1e-11) -> None:
+    """A gradient that is zero but for rounding (one key alone has no softmax) says nothing about its own size."""
+    floor = 1e-14 * max(x.norm().item() for x in want.grads)
+    assert torch.equal(got.count_K, want.count_K)
+    torch.testing.assert_close(got.loss_sum_K, want.loss_sum_K, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(got.accept_sum_K, want.accept_sum_K, rtol=tolerance, atol=tolerance)
+    for ours, expected in zip(got.grads, want.grads, strict=True):
+        assert torch.isfinite(ours).all()
+        assert (ours - expected).norm() <= tolerance * expected.norm() + floor
+
+
+def test_ranks_of_few_and_of_many_anchors_go_one_way():
+    """Between loss and backward `sharded_loss` lets all ranks meet: none may still wait for what another sends later."""
+    batch, policy, draft = tiny_batch([(3, 25), (15, 3)]), tiny_weights(), tiny_draft()
+    anchors = [part.sum().item() for part in supervised_passes(batch, 1)[0].split(23)]
+    assert anchors == [21, 5]  # the last few of the first segment ask the first rank for its keys
+    got = sharded_loss(draft, batch, policy, world=2, plan="contiguous", num_passes=3, chunk_size=6)
+    assert_same(got, whole_row(draft, batch, policy, num_passes=3))
+
+
+@pytest.mark.parametrize("chunk_size", [None, 4], ids=["whole", "tiles"])
+@pytest.mark.parametrize(
+    ("rows", "world", "plan", "flags"),
+    [
+        ([(23, 0), (3, 20)], 2, "contiguous", {"draft_vocab_size": 20}),  # rank 0 has nothing to learn, rank 1 all
+        ([(9, 0), (4, 1), (6, 0)], 3, "zigzag", {}),  # nothing on any rank
+        ([(1, 2)], 8, "per segment", {}),  # most ranks have no token
+        ([(1, 1)], 4, "balanced", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
+    ],
+    ids=str,
+)
+def test_ranks_with_nothing_to_learn_take_part(rows, world, plan, flags, chunk_size):
+    draft, batch, policy = tiny_draft(**flags), tiny_batch(rows), tiny_weights()
+    got = sharded_loss(draft, batch, policy, world=world, plan=plan, num_passes=3, chunk_size=chunk_size)
+    assert_same(got, whole_row(draft, batch, policy, num_passes=3))
+
+
+@pytest.mark.parametrize("chunk_size", [None, 5], ids=["whole", "tiles"])
+def test_a_memory_budget_changes_what_is_sent_and_nothing_else(chunk_size):
+    draft, batch, policy = tiny_draft(), tiny_batch(ROWS["mixed"]), tiny_weights()
+    want, sent = whole_row(draft, batch, policy, num_passes=3), []
+    layout = PLANS["balanced"](batch.layout.cu_seqlens, 4)
+    token = 2 * 2 * 12 * (8 + 8)  # a key and a value of 2 heads of 12 channels in fp64, and their gradients
+    some = next(
+        budget
+        for budget in range(0, 60 * token, token)
+        if num_kept_within(layout, bytes_per_token=token, budget_bytes=budget) == 1
+    )
+    for budget in (None, 10**9, some, 0):
+        got = sharded_loss(
+            draft, batch, policy, world=4, plan="balanced", num_passes=3, chunk_size=chunk_size, max_kept_bytes=budget
+        )
+        assert_same(got, want)
+        sent.append(got.num_bytes)
+    assert sent[0] == sent[1] < sent[2] < sent[3]
+
+
+@pytest.mark.parametrize("rope", ROPE.values(), ids=ROPE)
+def test_ropes_turn_alike_on_every_rank_in_every_tile(rope):
+    """Rows longer than `max_position_embeddings`, where the dynamic types stretch by the longest row that they see."""
+    if rope["rope_type"] == "longrope":  # a factor for every second channel of a head
+        rope = rope | {name: rope[name][:6] for name in ("short_factor", "long_factor")}
+    draft = tiny_draft(rope_parameters=rope, max_position_embeddings=8)
+    batch, policy = tiny_batch([(3, 20), (1, 4), (2, 6)]), tiny_weights()
+    want = whole_row(draft, batch, policy, num_passes=6)
+    for world, plan, chunk_size in ((1, "zigzag", 4), (3, "contiguous", None), (3, "per segment", 4)):
+        got = sharded_loss(draft, batch, policy, world=world, plan=plan, num_passes=6, chunk_size=chunk_size)
+        assert_same(got, want)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 7], ids=["whole", "tiles"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_cost_a_draft_in_bf16_no_precision(world, chunk_size):
+    rows = [(3, 29), (1, 14), (5, 22)]
+    wanted, narrow = bf16_pair(rows)
+    errors = [
+        error_of(sharded_loss(*narrow, world=n, num_passes=3, chunk_size=chunk_size).grads, wanted) for n in (1, world)
+    ]
+    assert 1e-4 < errors[0] < 0.1  # bf16 it was
+    assert errors[1] <= 1.5 * errors[0]
+
+
+@pytest.mark.slow
+def test_many_tiles_cost_a_draft_in_bf16_no_precision():
+    wanted, narrow = bf16_pair([(1, 200)])
+    whole, tiled = (
+        sharded_loss(*narrow, world=1, num_passes=3, chunk_size=chunk_size).grads for chunk_size in (None, 1)
+    )
+    assert 1e-4 < error_of(whole, wanted) < 0.1
+    for at_once, in_tiles, want in zip(whole, tiled, wanted, strict=True):
+        assert (in_tiles - want).norm() <= 1.5 * (at_once - want).norm()
+
+
+def bf16_pair(rows):
+    """Gradients of a draft in fp64 at once, by parameter; and draft, batch and policy of the same weights in bf16."""
+    draft = tiny_draft(exact=False).to(torch.bfloat16)
+    exact = tiny_draft()
+    exact.load_state_dict(draft.state_dict())
+    wanted = whole_row(exact, tiny_batch(rows), tiny_weights(), num_passes=3).grads
+    return wanted, (draft, tiny_batch(rows, dtype=torch.float32), tiny_weights(dtype=torch.float32))
+
+
+def error_of(grads, wanted) -> float:
+    got, want = (torch.cat([x.flatten() for x in side]) for side in (grads, wanted))
+    return ((got - want).norm() / want.norm()).item()

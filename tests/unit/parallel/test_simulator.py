@@ -212,3 +212,11 @@ def test_timeline_is_drawn(tmp_path):
     draw_timeline(simulate(schedule_order("GPipe", 2, 2, 4), costs, placement="spread"), str(tmp_path / "step.svg"))
     text = (tmp_path / "step.svg").read_text()
     assert text.count("#74c476") == 4 and text.count("#9ecae1") == 8 and text.count("#fdae6b") == 8
+
+
+def test_spread_follows_the_sinks_it_is_given():
+    order, costs = schedule_order("1F1B", 2, 2, 4), StepCosts([1.0] * 2, [2.0] * 2, draft_s=1.5)
+    balanced = balanced_sinks(order, costs)
+    for sinks, like in ((balanced, "spread_balanced"), ([1] * 4, "last_deferred"), ([0, 1, 0, 1], "spread")):
+        given = simulate(order, costs, placement="spread", sink_of_microbatch=sinks)
+        assert given.spans == simulate(order, costs, placement=like).spans

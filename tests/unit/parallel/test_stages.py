@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 
 import families
 import pytest
@@ -9,8 +10,10 @@ import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma2ForCausalLM
+from transformers.core_model_loading import Concatenate, MergeModulelist
 
 from hf_codraft.parallel import loading
+from hf_codraft.parallel.checkpoint import save_pretrained_stages
 from hf_codraft.parallel.loading import load_stage
 from hf_codraft.parallel.schedule import schedule_order
 from hf_codraft.parallel.stages import StagePlan, build_stage, plan_stages
@@ -199,6 +202,19 @@ def test_loaded_stages_equal_the_loaded_model(tmp_path, family, tie, shard_size)
     )
 
 
+@pytest.mark.parametrize("settings", [{"do_sample": True}, {}])  # the latter is refused by transformers' save alone
+def test_generation_settings_come_back_from_load_and_save(tmp_path, settings):
+    families.policy("qwen3").save_pretrained(tmp_path / "before")
+    settings = settings | {"eos_token_id": [5, 7], "pad_token_id": 4, "temperature": 0.6, "top_k": 20}
+    (tmp_path / "before" / "generation_config.json").write_text(json.dumps(settings))
+    stages = [load_stage(tmp_path / "before", plan_stages(4, 2), stage) for stage in range(2)]
+    save_pretrained_stages(stages, None, tmp_path / "after")
+    before, after = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("before", "after"))
+    found = after.generation_config.to_diff_dict()
+    assert found.items() >= settings.items()
+    assert found == before.generation_config.to_diff_dict()
+
+
 def test_rotary_frequencies_are_those_of_the_model_under_bf16(tmp_path):
     scaling = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0,
                "high_freq_factor": 4.0, "original_max_position_embeddings": 64}  # fmt: skip
@@ -280,13 +296,13 @@ def test_a_stage_reads_and_holds_its_share_alone(tmp_path, monkeypatch, family, 
 
 
 @pytest.mark.slow
-def test_peak_memory_of_loading_is_the_stages_share(tmp_path, monkeypatch):
-    """The largest sum of tensors that loading ever had alive, counted at every read."""
-    model = families.policy("llama")
-    whole = sum(p.numel() * p.element_size() for p in model.parameters())
-    model.save_pretrained(tmp_path)
-    del model
-    peaks = []
+@pytest.mark.parametrize(
+    ("family", "num_stages", "index"), [("llama", 4, 1), ("qwen3_moe", 2, 0), ("qwen3_moe", 2, 1)]
+)
+def test_peak_memory_of_loading_is_the_stages_share(tmp_path, monkeypatch, family, num_stages, index):
+    """The largest sum of tensors that loading ever had alive, counted at every read and at every step of fusing experts."""
+    families.policy(family, mlp_only_layers=[]).save_pretrained(tmp_path)
+    peaks, events = [], []
 
     class PeakFile(CountingFile):
         def get_slice(self, key):
@@ -296,17 +312,34 @@ def test_peak_memory_of_loading_is_the_stages_share(tmp_path, monkeypatch):
                 def __getitem__(self, index):
                     tensor = piece[index]
                     peaks.append(new_bytes(before))
+                    events.append(key)
                     return tensor
 
             return Slice()
 
+    def counted(original):
+        def convert(self, tensors, *args, **kwargs):
+            fused = original(self, tensors, *args, **kwargs)
+            peaks.append(new_bytes(before))
+            events.append("fused")
+            return fused
+
+        return convert
+
     monkeypatch.setattr(loading, "safe_open", PeakFile)
-    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # one thread, so that nothing is alive unseen
+    for operation in (MergeModulelist, Concatenate):
+        monkeypatch.setattr(operation, "convert", counted(operation.convert))
+    monkeypatch.delenv("HF_DEACTIVATE_ASYNC_LOAD", raising=False)
     before = living_storages()
-    stage = load_stage(tmp_path, plan_stages(4, 4), 1)
+    stage = load_stage(tmp_path, plan_stages(4, num_stages), index)
+    assert "HF_DEACTIVATE_ASYNC_LOAD" not in os.environ
     own = sum(p.numel() * p.element_size() for p in stage.parameters())
-    assert own < whole / 4  # a stage in the middle has no embeddings
-    assert max(peaks) <= own * 1.05
+    fused = [p.numel() * p.element_size() for name, p in stage.named_parameters() if name.endswith("gate_up_proj")]
+    assert max(peaks) <= own * 1.05 + sum(fused[:1])
+    if fused:  # a layer's experts are fused before those of the next are read
+        layers = stage.plan.layers_of(index)
+        first_reads = [events.index(f"model.layers.{layer}.mlp.experts.0.gate_proj.weight") for layer in layers]
+        assert events.index("fused") < first_reads[1]
 
 
 def test_missing_and_unfit_tensors_are_listed(tmp_path):

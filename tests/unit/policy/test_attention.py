@@ -1,32 +1,43 @@
 """Policies on packed rows that are spread over ranks of this process: as transformers on the separate rows, or refused."""
 
 import copy
+import dataclasses
 import importlib.util
+import re
 
 import pytest
 import torch
 from packed_policies import PACKINGS, PLANS, VOCAB, Case, assert_equal, build, ours, run_local, truth
 from transformers import (
+    CONFIG_MAPPING,
     AttentionInterface,
     AttentionMaskInterface,
     DynamicCache,
+    FalconH1Config,
+    FalconH1ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     Llama4ForCausalLM,
     Llama4TextConfig,
+    LlamaConfig,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
+    RwkvConfig,
+    RwkvForCausalLM,
 )
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_codraft.attention.layout import PackedLayout
 from hf_codraft.attention.plans import zigzag_plan
 from hf_codraft.attention.shard import Shard
 from hf_codraft.attention.transport import run_local_ranks
 from hf_codraft.policy import attention
-from hf_codraft.policy.attention import packed_inputs, register_attention
+from hf_codraft.policy.attention import check_isolation, packed_inputs, register_attention
 
 MIXED_WINDOWS = {
     "use_sliding_window": True,
@@ -49,6 +60,7 @@ POLICIES = {
     "lora_on_queries_alone": Case(lora=("q_proj",)),  # the first layer's keys need no gradient
     "lora_on_values_alone": Case(lora=("v_proj",)),  # nor its queries
     "lora": Case("qwen3", lora=ALL_LINEAR),
+    "lora_windows_in_some_layers": Case("qwen3", config=MIXED_WINDOWS, lora=ALL_LINEAR),
     **{f"mistral_window_{window}": Case("mistral", config={"sliding_window": window}) for window in (1, 2, 7, 64)},
 }
 
@@ -74,12 +86,21 @@ def test_every_plan_packing_and_route_is_exact(plan, packing, route):
 
 @pytest.mark.parametrize("keep_remote", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "lora"])
-def test_checkpointing_changes_nothing(name, reentrant, keep_remote):
-    case = POLICIES[name]
-    case = Case(case.kind, lora=case.lora, reentrant=reentrant, call={"keep_remote": keep_remote})
+@pytest.mark.parametrize(
+    ("name", "world"),
+    [
+        ("llama", 2),
+        ("lora", 2),
+        ("qwen3_moe_window", 2),
+        ("mistral_window_7", 4),
+        ("qwen3_windows_in_some_layers", 3),
+        ("lora_windows_in_some_layers", 4),
+    ],
+)
+def test_checkpointing_changes_nothing(name, world, reentrant, keep_remote):
+    case = dataclasses.replace(POLICIES[name], reentrant=reentrant, call={"keep_remote": keep_remote})
     model = build(case)
-    assert_equal(run_local(case, model, 2), truth(case, model))
+    assert_equal(run_local(case, model, world), truth(case, model))
 
 
 @pytest.mark.parametrize("supervised", ["last", "none"])
@@ -326,6 +347,18 @@ REFUSED_MODELS = {
         {"num_local_experts": 2, "intermediate_size_mlp": 64},
         r"layer_types of llama4_text has \['chunked_attention'\]",
     ),
+    "recurrent blocks": (
+        RecurrentGemmaForCausalLM,
+        RecurrentGemmaConfig,
+        {"block_types": ("recurrent", "attention"), "lru_width": 64, "attention_window_size": 8},
+        r"layers_block_type of recurrent_gemma has \['attention', 'recurrent'\]",
+    ),
+    "recurrence beside attention": (
+        FalconH1ForCausalLM,
+        FalconH1Config,
+        {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8},
+        r"layer_types of falcon_h1 has \['hybrid'\]",
+    ),
 }
 
 
@@ -336,6 +369,82 @@ def test_models_whose_attention_is_another_are_refused(name):
     model.set_attn_implementation(register_attention())
     with pytest.raises(ValueError, match=message):
         call(model)
+
+
+def test_configs_name_their_layers_where_it_is_read():
+    """A field of another name would go unread, and a layer that is no attention unnoticed."""
+    names = {name for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES for name in dir(CONFIG_MAPPING[model_type])}
+    # feed-forward layers mix no tokens, and heads for several tokens at a time do not run here
+    found = {
+        name for name in names if re.search("(layer|block).*type", name) and not re.match("_|validate|mlp|mtp", name)
+    }
+    assert found == set(attention.LAYER_TYPE_FIELDS)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "lora"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_models_that_keep_segments_apart_pass_and_stay_in_training(name, dtype):
+    model = ours(build(POLICIES[name]), POLICIES[name]).to(dtype)
+    check_isolation(model)
+    assert model.training and all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_models_that_mix_segments_are_found_whatever_their_config_says(monkeypatch):
+    monkeypatch.setattr(attention, "LAYER_TYPE_FIELDS", ())
+    torch.manual_seed(0)
+    for name in ("recurrent blocks", "recurrence beside attention"):
+        model_class, config_class, extra, _ = REFUSED_MODELS[name]
+        model = model_class(config_class(**SMALL, **extra))
+        model.set_attn_implementation(register_attention())
+        with pytest.raises(
+            ValueError, match=f"{model_class.__name__} lets the segments of a packed row see each other"
+        ):
+            check_isolation(model)
+
+
+def test_models_that_read_no_shard_are_found():
+    rwkv = RwkvForCausalLM(RwkvConfig(**SMALL, attention_hidden_size=64))
+    for model in (build(Case()), rwkv):  # transformers' own attention, and none at all
+        with pytest.raises(ValueError, match=f"no layer of {type(model).__name__} calls the attention 'hf_codraft'"):
+            check_isolation(model)
+
+
+ROPES = {
+    "dynamic": ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}, {"max_position_embeddings": 12}),
+    "longrope": (
+        {
+            "rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 12,
+            "short_factor": [1.0] * 8, "long_factor": [1.0, 2.0, 3.0, 4.0] * 2,
+        },
+        {},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROPES)
+def test_frequencies_that_follow_the_length_are_refused_where_ranks_or_segments_would_differ(name):
+    rope, config = ROPES[name]
+    case = Case(config={"rope_parameters": rope} | config)  # its longest segment has 12 tokens
+    model = build(case)
+    for world in (1, 3):
+        assert_equal(run_local(case, model, world), truth(case, model))
+    longer = Case(packing="long", config=case.config)  # one of 29
+    assert_equal(run_local(longer, model, 1), truth(longer, model))
+    message = rf"rope_type '{name}' of llama changes .*max_position_embeddings \(12\).* 1 segments has 29 tokens"
+    with pytest.raises(ValueError, match=message):
+        run_local(longer, model, 2)
+    row = Shard(PackedLayout.from_lengths([13, 2]))
+    with pytest.raises(ValueError, match="longest of the row's 2 segments has 13 tokens"):
+        ours(model, case)(**packed_inputs(torch.arange(15), row))
+
+
+def test_frequencies_of_each_kind_of_layer_are_looked_at():
+    kinds = {"full_attention": ROPES["dynamic"][0], "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    config = LlamaConfig(**SMALL | {"max_position_embeddings": 12})
+    config.rope_parameters = kinds
+    attention._check_rope(config, PackedLayout.from_lengths([12, 3]))
+    with pytest.raises(ValueError, match="rope_type 'dynamic'"):
+        attention._check_rope(config, PackedLayout.from_lengths([13, 3]))
 
 
 @pytest.mark.parametrize("use_sliding_window", [False, True])

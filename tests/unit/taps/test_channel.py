@@ -9,7 +9,7 @@ from torch import distributed as dist
 from hf_codraft.taps.channel import TapChannel, TapError, TapProtocolError, TapRoute
 from hf_codraft.taps.protocol import DTYPES, HEADER_WORDS, Header, RingPlan, payload_view, tensor_crc
 from hf_codraft.taps.transports.choice import TRANSPORTS, Choice, Surroundings, choose_transport
-from hf_codraft.taps.transports.relay import RelayTransport, carried_into
+from hf_codraft.taps.transports.relay import Relay, RelayTransport, carried_into
 from hf_codraft.taps.transports.shm import SharedMemory, ShmRing
 
 ROUTES = [TapRoute(0, 0, 0, 24, torch.float32), TapRoute(3, 1, 0, 24, torch.float32)]
@@ -161,14 +161,25 @@ WRONG = {
     r"num_slots \(0\)": dict(num_slots=0),
     r"timeout_s \(60\) times 1.5 must be shorter than the process group's timeout \(90 s\)": dict(timeout_s=60.0),
     "transport \\('pigeon'\\) must be": dict(transport="pigeon"),
+    # an error like any other on the rank that has it, since the others wait to hear of it
+    "rank 0: TypeError: '<' not supported": dict(num_slots="3"),
 }
 
 
 @pytest.mark.parametrize("message", list(WRONG))
 def test_wrong_arguments_are_named(group, message):
     arguments = dict(routes=ROUTES, sink_ranks=[0], num_slots=2, timeout_s=10.0) | WRONG[message]
-    with pytest.raises(ValueError, match=message):
-        TapChannel(arguments.pop("routes"), arguments.pop("sink_ranks"), **arguments).setup()
+    channel = TapChannel(arguments.pop("routes"), arguments.pop("sink_ranks"), **arguments)
+    for check in (channel.choose, channel.setup):
+        with pytest.raises(ValueError, match=message):
+            check()
+
+
+def test_choosing_opens_nothing(group):
+    channel = TapChannel(ROUTES, [0], num_slots=2, timeout_s=10.0)
+    assert channel.choose().name == "local" and channel.describe() == "taps: not set up"
+    with pytest.raises(TapProtocolError, match="before setup"):
+        channel.begin_step(0, 1)
 
 
 # Which microbatch goes where
@@ -312,3 +323,34 @@ def test_relayed_taps_ride_through_the_stages_to_the_last():
         source.outputs(2, microbatch=1, received=())
     with pytest.raises(TapProtocolError, match=r"stage 3 received 2 tensors for its taps \[0, 2, 5\]"):
         sink.deliver([torch.zeros(3)] * 2, stage=3, step=0, microbatch=0, num_microbatches=1)
+
+
+def relayed(taps, *, spoil):
+    """One microbatch over three stages on three ranks; `spoil` is called with what may change on the way, by name."""
+    routes = [
+        TapRoute(0, 0, 0, 8, torch.float32),
+        TapRoute(3, 1, 1, 8, torch.float32),
+        TapRoute(9, 2, 2, 8, torch.float32),
+    ]
+    plans = [RingPlan(route, 2, 2) for route in routes[:2]]
+    num_sent: list[list[int]] = [[], [], []]
+    extras, rings = (), {}
+    for rank in range(3):
+        transport = RelayTransport(routes, rank=rank, sink_rank=2, check_crc=True)
+        rings = transport.open(plans)
+        if rank < 2:
+            tap_id, tensor = routes[rank].tap_id, taps[rank]
+            header = Header(1, 5, 0, 1, tap_id, torch.float32, tuple(tensor.shape), tensor_crc(tensor))
+            rings[tap_id, 2].write(header, tensor)
+            spoil(tensor)
+        extras = Relay(transport, 5, 1, num_sent[rank].append).pass_on(rank, 0, extras)
+    return num_sent, [rings[tap_id, 2].read(1) for tap_id in (0, 3)]
+
+
+def test_relayed_taps_are_counted_on_every_hop_and_have_a_crc_from_arrival_on():
+    taps = [torch.arange(1.0, 7.0), torch.arange(2.0, 8.0)]
+    num_sent, arrived = relayed(taps, spoil=lambda tensor: None)
+    assert num_sent == [[24], [48], []]
+    assert [header.crc for header, _ in arrived] == [tensor_crc(tensor) for tensor in taps]
+    with pytest.raises(TapProtocolError, match=r"tap 0 changed since it was published \(crc\)"):
+        relayed(taps, spoil=lambda tensor: tensor.neg_())

@@ -16,7 +16,15 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from hf_codraft.taps.protocol import Header, Ring, RingKey, RingPlan, gather_objects, payload_view
+from hf_codraft.taps.protocol import (
+    Header,
+    Ring,
+    RingKey,
+    RingPlan,
+    gather_objects,
+    naming_the_last_wait,
+    payload_view,
+)
 from hf_codraft.taps.transports.device import DeviceLayer
 from hf_codraft.taps.transports.shm import ShmRing, ShmTransport
 
@@ -45,7 +53,7 @@ class CudaIpcRing:
         self.control, self.layer = control, layer
         self.slots, self.ready, self.consumed = slots, ready, consumed
         self._produced = layer.new_event()
-        self._num_released = 0
+        self._num_written = self._num_released = 0
 
     def write(self, header: Header, payload: torch.Tensor) -> None:
         self.control.wait_for_room(header.sequence)
@@ -57,6 +65,7 @@ class CudaIpcRing:
         self.layer.record(self.ready[slot], stream="side")
         # After the record: the sink's stream waits for what was recorded last when it asks.
         self.control.write(header, payload)
+        self._num_written = header.sequence
 
     def read(self, sequence: int) -> tuple[Header, torch.Tensor]:
         header, _ = self.control.read(sequence)
@@ -68,6 +77,12 @@ class CudaIpcRing:
         self.layer.record(self.consumed[self._num_released % len(self.slots)], stream="current")
         self._num_released += 1
         self.control.release()
+
+    def finish_sends(self) -> None:
+        """Waits until the sink has released all that this source sent: it no longer needs the source's events."""
+        if self._num_written:
+            with naming_the_last_wait(self.control.plan, self.progress):
+                self.control.wait_for_room(self._num_written + len(self.slots))
 
     def progress(self) -> str:
         return self.control.progress()
@@ -85,6 +100,7 @@ class CudaIpcTransport:
     def __init__(self, group: dist.ProcessGroup, layer: DeviceLayer, *, timeout_s: float):
         self.group, self.layer = group, layer
         self.control = ShmTransport(group, timeout_s=timeout_s)
+        self._rings: dict[RingKey, CudaIpcRing] = {}  # kept after an abort: others may still use what they opened
 
     def open(self, plans: Sequence[RingPlan]) -> Mapping[RingKey, Ring]:
         control = self.control.open([replace(plan, carries_payload=False) for plan in plans])
@@ -100,7 +116,6 @@ class CudaIpcTransport:
                 memory[key] = self.layer.allocate(plan.num_slots * plan.payload_bytes)
                 handles[key, rank] = (self.layer.export_memory(memory[key]), shared_events)
         every = {name: handle for of_rank in gather_objects(handles, self.group) for name, handle in of_rank.items()}
-        rings: dict[RingKey, Ring] = {}
         for plan in plans:
             key = (plan.route.tap_id, plan.sink_rank)
             if key in control:
@@ -110,17 +125,21 @@ class CudaIpcTransport:
                 opened = [self.layer.open_event(handle) for handle in peer_events]
                 ring_control = control[key]
                 assert isinstance(ring_control, ShmRing)
-                rings[key] = CudaIpcRing(
+                self._rings[key] = CudaIpcRing(
                     ring_control,
                     self.layer,
                     slots=(memory[key] if is_sink else self.layer.open_memory(peer_memory)).split(plan.payload_bytes),
                     ready=opened if is_sink else events[key],
                     consumed=events[key] if is_sink else opened,
                 )
-        return rings
+        return self._rings
 
     def abort(self, reason: str) -> None:
         self.control.abort(reason)
 
     def close(self) -> None:
+        for ring in self._rings.values():
+            ring.finish_sends()
+        self.layer.finish()
         self.control.close()
+        self._rings = {}

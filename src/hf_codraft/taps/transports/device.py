@@ -14,7 +14,13 @@ StreamName = Literal["current", "side"]  # where the model computes; where taps 
 
 
 class DeviceLayer(Protocol):
-    """Memory, streams and events of this rank's device. A handle is what another process opens; it can be pickled."""
+    """Memory, streams and events of this rank's device. A handle is what another process opens; it can be pickled.
+
+    A handle is good while this process keeps what it stands for; so is what others have opened by it.
+    """
+
+    probe: Any
+    """What [`export_probe`] showed to the other ranks last."""
 
     def allocate(self, num_bytes: int) -> torch.Tensor: ...
     def export_memory(self, memory: torch.Tensor) -> Any: ...
@@ -52,6 +58,7 @@ class CudaLayer:
 
     def __init__(self, device: torch.device):
         self.device = device
+        self.probe: Any = None
         self._side = torch.cuda.Stream(device)
 
     def _stream(self, name: StreamName) -> torch.cuda.Stream:
@@ -108,11 +115,15 @@ class CudaLayer:
 
 
 def export_probe(layer: DeviceLayer | None) -> tuple[Any, str]:
-    """A handle of a little memory for the other ranks to open, and why there is none (an empty string if there is)."""
+    """Handles of a little memory and an event for the other ranks to open, and why there are none (an empty string if there are).
+
+    The layer keeps both until its next probe, by when all ranks have opened these.
+    """
     if layer is None:
         return None, "the taps are on the CPU"
     try:
-        return (layer.export_memory(layer.allocate(64)), layer.export_event(layer.new_event(is_shared=True))), ""
+        layer.probe = memory, event = layer.allocate(64), layer.new_event(is_shared=True)
+        return (layer.export_memory(memory), layer.export_event(event)), ""
     except (RuntimeError, OSError) as error:
         return None, f"this device's memory can't be shared (expandable segments?): {error}"
 

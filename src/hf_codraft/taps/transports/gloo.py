@@ -15,6 +15,7 @@ import torch
 from torch import distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from hf_codraft.taps.peers import Peers
 from hf_codraft.taps.protocol import (
     HEADER_BYTES,
     SOURCE_PATIENCE,
@@ -26,6 +27,7 @@ from hf_codraft.taps.protocol import (
     TapPeerLost,
     TapTimeout,
     gather_objects,
+    naming_the_last_wait,
     payload_view,
 )
 
@@ -40,12 +42,13 @@ class GlooRing:
     Args:
         plan ([`RingPlan`]): what travels.
         backend (`ProcessGroupGloo`): connections of the taps alone.
+        peers ([`Peers`]): of the group; says who is gone where a connection broke.
         tag (`int`): of this ring alone.
         timeout_s (`float`): seconds before a wait becomes an error.
     """
 
-    def __init__(self, plan: RingPlan, backend: Any, *, tag: int, timeout_s: float):
-        self.plan, self._backend, self.tag, self.timeout_s = plan, backend, tag, timeout_s
+    def __init__(self, plan: RingPlan, backend: Any, *, peers: Peers, tag: int, timeout_s: float):
+        self.plan, self._backend, self._peers, self.tag, self.timeout_s = plan, backend, peers, tag, timeout_s
         self._buffers = [
             torch.empty(HEADER_BYTES + plan.payload_bytes, dtype=torch.uint8) for _ in range(plan.num_slots)
         ]
@@ -67,15 +70,17 @@ class GlooRing:
         # connection: the error can't be survived, which a tap's timeout is not meant to be.
         start, work = time.monotonic(), self._pending.popleft()
         if work is None:
-            raise TapPeerLost("the other rank closed the connection")
+            raise TapPeerLost(f"the other rank closed the connection; {self._who_left()}")
         try:
             work.wait(timedelta(seconds=timeout_s))
         except RuntimeError as error:
             if time.monotonic() - start >= 0.99 * timeout_s:
                 raise TapTimeout(f"waited {timeout_s:g} s") from error
-            raise TapPeerLost(
-                f"the connection closed; the other rank died, aborted or left early, its own error says which ({error})"
-            ) from error
+            raise TapPeerLost(f"the connection closed; {self._who_left()} ({error})") from error
+
+    def _who_left(self) -> str:
+        # Whoever loses a rank aborts: the connection that closes here may be another's than that of the rank that died.
+        return self._peers.culprits() or "the other rank died, aborted or left early, its own error says which"
 
     def write(self, header: Header, payload: torch.Tensor) -> None:
         if len(self._pending) == self.plan.num_slots:
@@ -89,7 +94,7 @@ class GlooRing:
         try:
             self._pending.append(self._backend.send([buffer[:num_bytes]], self.plan.sink_rank, self.tag))
         except RuntimeError as error:
-            raise TapPeerLost(f"the connection is closed ({error})") from error
+            raise TapPeerLost(f"the connection is closed; {self._who_left()} ({error})") from error
         self._num_sent += 1
 
     def read(self, sequence: int) -> tuple[Header, torch.Tensor]:
@@ -109,8 +114,9 @@ class GlooRing:
 
     def finish_sends(self) -> None:
         """Waits until the sink has room for everything that this source sent."""
-        while self._num_sent and self._pending:
-            self._finish_oldest(SOURCE_PATIENCE * self.timeout_s)
+        with naming_the_last_wait(self.plan, self.progress):
+            while self._num_sent and self._pending:
+                self._finish_oldest(SOURCE_PATIENCE * self.timeout_s)
 
     def disconnect(self) -> None:
         """Lets go of the backend, which a traceback through this ring would keep alive, and with it the connections."""
@@ -163,14 +169,16 @@ class GlooTransport:
     def __init__(self, group: dist.ProcessGroup, *, timeout_s: float):
         self.group, self.timeout_s = group, timeout_s
         self._backend: Any = None
+        self._peers: Peers | None = None
         self._rings: dict[RingKey, GlooRing] = {}
 
     def open(self, plans: Sequence[RingPlan]) -> Mapping[RingKey, Ring]:
         self._backend = connect(self.group, timeout_s=self.timeout_s)
+        self._peers = peers = Peers(self.group)
         rank = dist.get_rank(self.group)
         self._rings = {
             (plan.route.tap_id, plan.sink_rank): self.ring_class(
-                plan, self._backend, tag=tag, timeout_s=self.timeout_s
+                plan, self._backend, peers=peers, tag=tag, timeout_s=self.timeout_s
             )
             for tag, plan in enumerate(plans)
             if rank in (plan.route.owner_rank, plan.sink_rank)
@@ -182,6 +190,8 @@ class GlooTransport:
         for ring in self._rings.values():
             ring.disconnect()
         self._rings, self._backend = {}, None
+        if self._peers is not None:
+            self._peers.close()
 
     def abort(self, reason: str) -> None:
         """Closes the connections: the others learn that this rank is gone, not why."""

@@ -7,15 +7,15 @@ activation, without a gradient:
     (hidden, tap 0) -----> (hidden, tap 0, tap 3) ----> keeps both
 
 It works wherever the pipeline does, but the taps take the room and the time of activations on every hop, and only a draft
-inside the last stage can read them.
+on the last stage's rank can read them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from hf_codraft.taps.protocol import Header, Ring, RingKey, RingPlan, TapProtocolError, TapRoute
+from hf_codraft.taps.protocol import Header, Ring, RingKey, RingPlan, TapProtocolError, TapRoute, tensor_crc
 from hf_codraft.taps.transports.local import LocalRing
 
 
@@ -39,10 +39,12 @@ class RelayTransport:
     Args:
         routes (`Sequence[TapRoute]`): all taps.
         rank (`int`), sink_rank (`int`): this rank and the last stage's, in the channel's group.
+        check_crc (`bool`): compare the bytes that a stage sends with those it published, and give what arrives a crc for
+            the channel to compare; none travels with an activation.
     """
 
-    def __init__(self, routes: Sequence[TapRoute], *, rank: int, sink_rank: int):
-        self.routes, self.rank, self.sink_rank = tuple(routes), rank, sink_rank
+    def __init__(self, routes: Sequence[TapRoute], *, rank: int, sink_rank: int, check_crc: bool = False):
+        self.routes, self.rank, self.sink_rank, self.check_crc = tuple(routes), rank, sink_rank, check_crc
         self.last_stage = max(route.owner_stage for route in routes)
         self._rings: dict[RingKey, LocalRing] = {}
         self._num_delivered = 0
@@ -59,7 +61,8 @@ class RelayTransport:
         """What a stage appends to its hidden state: what it received, then what it published in this microbatch.
 
         Raises:
-            TapProtocolError: if a tap of this stage was not published, or one of another microbatch was.
+            TapProtocolError: if a tap of this stage was not published, one of another microbatch was, or `check_crc` finds
+                that its bytes changed.
         """
         own = []
         for route in carried_into(self.routes, stage + 1, sink_rank=self.sink_rank):
@@ -71,7 +74,12 @@ class RelayTransport:
                 raise TapProtocolError(
                     f"stage {stage} sends microbatch {microbatch} on, but of tap {route.tap_id} it holds microbatch {found}."
                 )
-            own.append(messages.popleft()[1])
+            header, tensor = messages.popleft()
+            if self.check_crc and tensor_crc(tensor) != header.crc:
+                raise TapProtocolError(
+                    f"stage {stage} sends microbatch {microbatch} on: tap {route.tap_id} changed since it was published (crc)."
+                )
+            own.append(tensor)
         return (*received, *own)
 
     def deliver(
@@ -98,7 +106,7 @@ class RelayTransport:
                 route.tap_id,
                 tensor.dtype,
                 tuple(tensor.shape),
-                0,
+                tensor_crc(tensor) if self.check_crc else 0,
             )
             self._rings[route.tap_id, self.sink_rank].write(header, tensor.detach())
 
@@ -111,11 +119,18 @@ class RelayTransport:
 
 @dataclass(frozen=True)
 class Relay:
-    """What a pipeline carries beside the hidden states of one step; made by `TapChannel.relay`, called by `parallel.schedule`."""
+    """What a pipeline carries beside the hidden states of one step; made by `TapChannel.relay`, called by `parallel.schedule`.
+
+    Args:
+        transport ([`RelayTransport`]): of this rank.
+        step (`int`), num_microbatches (`int`): the channel's.
+        count_sent (callable): told the bytes of taps that a stage sends to the next one.
+    """
 
     transport: RelayTransport
     step: int
     num_microbatches: int
+    count_sent: Callable[[int], None]
 
     def num_into(self, stage: int) -> int:
         """Tensors that a stage receives behind its hidden state, each of the hidden state's shape."""
@@ -128,7 +143,9 @@ class Relay:
             TapProtocolError: if a tap is missing, or another microbatch's.
         """
         if stage != self.transport.last_stage:
-            return self.transport.outputs(stage, microbatch=microbatch, received=received)
+            sent = self.transport.outputs(stage, microbatch=microbatch, received=received)
+            self.count_sent(sum(tensor.nbytes for tensor in sent))
+            return sent
         self.transport.deliver(
             received, stage=stage, step=self.step, microbatch=microbatch, num_microbatches=self.num_microbatches
         )

@@ -70,20 +70,22 @@ class SharedMemory:
         self.bytes_ = torch.frombuffer(self._map, dtype=torch.uint8)[control_bytes:]
 
     def _map_on_all(self, group: dist.ProcessGroup, size: int) -> mmap.mmap:
-        descriptor = -1
+        descriptor, mapped, problem = -1, None, ""
         if self.rank == 0:
-            descriptor = os.memfd_create("taps", os.MFD_CLOEXEC)
-            os.ftruncate(descriptor, size)
-        path = gather_objects(f"/proc/{os.getpid()}/fd/{descriptor}", group)[0]
-        mapped, problem = None, ""
+            try:
+                descriptor = os.memfd_create("taps", os.MFD_CLOEXEC)
+                os.ftruncate(descriptor, size)
+            except OSError as error:
+                problem = f"rank 0 can't make {size} bytes of shared memory: {error}"
+        path, problem = gather_objects((f"/proc/{os.getpid()}/fd/{descriptor}", problem), group)[0]
         try:
-            own = descriptor if self.rank == 0 else os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            mapped = mmap.mmap(own, size)
-            if self.rank != 0:
-                os.close(own)
+            if self.rank != 0 and not problem:
+                descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            if not problem:
+                mapped = mmap.mmap(descriptor, size)
         except OSError as error:
             problem = f"rank {self.rank} can't map shared memory of rank 0: {error}"
-        problems = [x for x in gather_objects(problem, group) if x]
+        problems = [x for x in dict.fromkeys(gather_objects(problem, group)) if x]
         if descriptor >= 0:
             os.close(descriptor)
         if problems or mapped is None:
@@ -238,20 +240,24 @@ class ShmTransport:
 
     def __init__(self, group: dist.ProcessGroup, *, timeout_s: float):
         self.group, self.timeout_s = group, timeout_s
+        self._memory: SharedMemory | None = None
 
     def open(self, plans: Sequence[RingPlan]) -> Mapping[RingKey, Ring]:
         sizes = [self.ring_class.num_bytes(plan) for plan in plans]
-        self.memory = SharedMemory(self.group, sum(sizes))
-        rank, rings, offset = self.memory.rank, {}, 0
+        self._memory = memory = SharedMemory(self.group, sum(sizes))
+        rank, rings, offset = memory.rank, {}, 0
         for plan, size in zip(plans, sizes):
             if rank in (plan.route.owner_rank, plan.sink_rank):
-                ring = self.ring_class(plan, self.memory, offset=offset, timeout_s=self.timeout_s)
+                ring = self.ring_class(plan, memory, offset=offset, timeout_s=self.timeout_s)
                 rings[plan.route.tap_id, plan.sink_rank] = ring
             offset += size
         return rings
 
     def abort(self, reason: str) -> None:
-        self.memory.abort(reason)
+        if self._memory is not None:
+            self._memory.abort(reason)
 
     def close(self) -> None:
-        self.memory.close()
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
