@@ -30,7 +30,7 @@ from hf_codraft.attention.plans import balanced_plan
 from hf_codraft.attention.shard import Shard
 from hf_codraft.attention.transport import GroupTransport
 from hf_codraft.parallel.accelerator import ContextParallelAccelerator
-from hf_codraft.policy.attention import packed_inputs, register_attention
+from hf_codraft.policy.attention import check_isolation, packed_inputs, register_attention
 
 
 def load(name: str | None) -> tuple[PreTrainedModel, Callable[[str], list[int]]]:
@@ -91,6 +91,7 @@ def main() -> None:
     documents = (encode(file.read_text(errors="replace")) for file in files)
     num_rows = options.max_steps * accelerator.axis_size("dp")
     rows = list(islice(packed_rows(documents, options.row_tokens), num_rows))
+    check_isolation(model)  # whatever its architecture: no segment of a packed row may see another
     loader = DataLoader(rows, batch_size=1, collate_fn=lambda batch: batch[0])
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate or (2e-5 if options.model else 3e-3))
     model, optimizer, loader = accelerator.prepare(model.train(), optimizer, loader)
