@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -34,7 +35,7 @@ def parameters_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_equals_an_uninterrupted_one_and_four_ranks_two(tmp_path):
+def test_a_resumed_run_equals_an_uninterrupted_one_on_as_many_ranks_and_on_more(tmp_path):
     whole = run(2, tmp_path / "whole", "--max-steps", "36", "--save-steps", "36")
     assert [step for step, *_ in whole] == list(range(1, 37))
     assert whole[-1][1] < 0.8 * whole[0][1]
@@ -43,6 +44,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_and_four_ranks_two(tmp_path):
 
     part = run(2, tmp_path / "part", "--max-steps", "5", "--save-steps", "3")
     (tmp_path / "part" / "checkpoint-5" / "trainer_state.json").unlink()  # as if killed while it was written
+    shutil.copytree(tmp_path / "part", tmp_path / "four")
     rest = run(2, tmp_path / "part", "--max-steps", "36", "--save-steps", "36", "--resume")
     assert part[:3] + rest == whole
     ours, theirs = (
@@ -51,6 +53,9 @@ def test_a_resumed_run_equals_an_uninterrupted_one_and_four_ranks_two(tmp_path):
     )
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
-    four = run(4, tmp_path / "four", "--max-steps", "3", "--save-steps", "3", "--placement", "last_deferred")
-    assert [loss for _, loss, _ in four] == pytest.approx([loss for _, loss, _ in whole[:3]], rel=1e-5)
-    assert [draft for *_, draft in four] == pytest.approx([draft for *_, draft in whole[:3]], rel=1e-4)
+    four = run(
+        4, tmp_path / "four", "--max-steps", "6", "--save-steps", "6", "--placement", "last_deferred", "--resume"
+    )
+    assert [step for step, *_ in four] == [4, 5, 6]
+    assert [loss for _, loss, _ in four] == pytest.approx([loss for _, loss, _ in whole[3:6]], rel=1e-5)
+    assert [draft for *_, draft in four] == pytest.approx([draft for *_, draft in whole[3:6]], rel=1e-4)

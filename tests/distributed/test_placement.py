@@ -360,6 +360,9 @@ def check_refusals(rank):
         with pytest.raises((ValueError, RuntimeError), match=r"must run the same step|refused its batch|can't share"):
             draft.train_step(wrong, next_token_loss)
     draft.train_step(rows, next_token_loss)
+    draft.pipeline.stages[0].double()  # others would receive the borrowed weights into buffers of another dtype
+    with pytest.raises(RuntimeError, match="embeddings or head are no longer what they were"):
+        draft.train_step(rows, next_token_loss)
     draft.close()
 
 

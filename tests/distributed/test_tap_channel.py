@@ -596,12 +596,15 @@ class PlayedEvent:
 class PlayedDevice:
     """A `DeviceLayer` whose device is the host. Nothing of it was run on a GPU."""
 
-    def __init__(self, *, shares_memory: bool = True):
-        self.shares_memory = shares_memory
+    def __init__(self, *, shares_memory: bool = True, num_free: int = 100):
+        self.shares_memory, self.num_free = shares_memory, num_free
         self.probe = None
         self.handles: dict[int, PlayedHandle] = {}
 
     def allocate(self, num_bytes):
+        self.num_free -= 1
+        if self.num_free < 0:
+            raise torch.OutOfMemoryError("the device is full")
         descriptor = os.memfd_create(f"memory-{uuid.uuid4().hex}")
         os.ftruncate(descriptor, num_bytes)
         mapped = mmap.mmap(descriptor, num_bytes)
@@ -664,7 +667,19 @@ def sources_leave_first(rank: int) -> list[int]:
     return compared
 
 
-def plays_devices(rank: int) -> tuple[list[int], list[tuple[str, int]]]:
+def finds_no_room(rank: int) -> list[str]:
+    """Rank 1's device has room for the probe and for no slot."""
+    found = []
+    for transport in ("cuda_ipc", "nccl"):
+        device = PlayedDevice(num_free=1 if rank == 1 else 100)
+        kwargs = dict(transport=transport, device_layer=device, timeout_s=3.0)
+        with pytest.raises(TapError) as caught:
+            open_channel(chain_routes(3), [1], **kwargs)
+        found.append(str(caught.value))
+    return found
+
+
+def plays_devices(rank: int) -> tuple[list[int], list[tuple[str, int]], list[str]]:
     dist.is_nccl_available = lambda: True
     found = []
     for shares_memory in (True, rank != 1):  # then one rank's memory can't be shared
@@ -673,12 +688,12 @@ def plays_devices(rank: int) -> tuple[list[int], list[tuple[str, int]]]:
             with open_channel(chain_routes(3), sinks, num_slots=3, device_layer=device, check_crc=True) as channel:
                 compared = [run_step(channel, step, count, (4, 4)) for step, count in enumerate((4, 7))]
                 found.append((channel.describe(), sum(compared)))
-    return sources_leave_first(rank), found
+    return sources_leave_first(rank), found, finds_no_room(rank)
 
 
 @pytest.mark.slow
 def test_the_rings_between_devices_are_wired_alike_on_all_ranks_and_a_failed_probe_chooses_another():
-    late, ranks = zip(*values_of(plays_devices, 3))
+    late, ranks, full = zip(*values_of(plays_devices, 3))
     assert late == ([0, 0, 0], [0, 0, 0], [3, 9, 21])
     texts = [text for text, _ in ranks[0]]
     assert all([text for text, _ in rank] == texts for rank in ranks)
@@ -689,3 +704,6 @@ def test_the_rings_between_devices_are_wired_alike_on_all_ranks_and_a_failed_pro
     )
     assert all(" by nccl (" in text and why in text for text in texts[3:])
     assert [sum(rank[i][1] for rank in ranks) for i in range(6)] == 6 * [33]
+    why = "rank 1: OutOfMemoryError: the device is full"
+    assert [texts[0] for texts in full] == [why] * 3
+    assert all(why in texts[1] for texts in full)  # beside those who waited in vain to connect to it

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from hf_codraft.attention.blocks import Block, cut, merged_ranges, needed_keys, num_in, pieces_of
-from hf_codraft.attention.exchange import KeyExchange, PeerKeys, split, take
+from hf_codraft.attention.exchange import Gradients, KeyExchange, PeerKeys, split, take
 from hf_codraft.attention.kernels import (
     attend_blocks_,
     attend_each_,
@@ -317,17 +317,20 @@ class _BlockKeys(KeyExchange):
     def differentiate_(
         self, grads: _Gradients, joint: _Joint, k_TMD: torch.Tensor, v_TMD: torch.Tensor, kept: Sequence[torch.Tensor]
     ) -> None:
-        call, arriving = self.call, []
-        for step, (source, _) in enumerate(call.steps, start=1):
+        call = self.call
+
+        def differentiated(step: int, source: int) -> Gradients:
             keys = PeerKeys(source, self.runs_from(source), kept[2 * step - 2], kept[2 * step - 1])
             grad_k, grad_v = stat_zeros(keys.k_TMD), stat_zeros(keys.v_TMD)
             differentiate_blocks_(
                 grads.q_RND, grad_k, grad_v, joint.grad_RND, joint.q_RND, keys.k_TMD, keys.v_TMD, joint.out_RND,
                 joint.lse_RN, blocks=call.blocks.visible(call.rank, keys.runs), scale=call.scale, kernel=call.kernel,
             )  # fmt: skip
-            arriving.append(self.send_home(step, grad_k, grad_v))
-        for add in arriving:
-            add(grads.k_TMD, grads.v_TMD)
+            return grad_k, grad_v
+
+        steps = enumerate(call.steps, start=1)
+        found = ((step, differentiated(step, source)) for step, (source, _) in steps)
+        self.return_gradients(found, grads.k_TMD, grads.v_TMD)
 
 
 class _BlockQueries:

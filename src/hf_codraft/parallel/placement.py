@@ -13,6 +13,7 @@ All leave the policy's gradients as they are without a draft, bit for bit, and g
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +33,19 @@ from hf_codraft.taps.protocol import gather_objects
 from hf_codraft.taps.recorder import Taps, tap_hooks
 from hf_codraft.taps.slots import check_num_slots, place_draft
 from hf_codraft.taps.transports.relay import Relay
+
+
+@dataclass(frozen=True)
+class WeightForms:
+    """Shapes and dtypes of a rank's part of embeddings and head; made and read by [`PipelineDraft`].
+
+    Args:
+        of (`dict[str, tuple[torch.Size, torch.dtype]]`): by `"embedding"`, `"head"` and `"bias"`; only what the rank has.
+        is_tied (`bool`): whether these are the tied weight itself, with no adapter around it.
+    """
+
+    of: dict[str, tuple[torch.Size, torch.dtype]]
+    is_tied: bool
 
 
 class PipelineDraft:
@@ -86,16 +100,17 @@ class PipelineDraft:
 
     def _agree(self, settle: Callable[[], dict[str, Any]]) -> None:
         """Compares all ranks' settings before any of them could wait for another."""
-        settings, problem = {}, None
+        settings, forms, problem = {}, WeightForms({}, False), None
         try:
-            settings = settle()
+            settings, forms = settle(), self._owned_weights()[1]
         except Exception as error:  # whatever it is, the others wait to hear of it
             problem = error
-        everyone = gather_objects((settings, None if problem is None else str(problem)), self.pipeline.group)
-        for rank, (_, text) in enumerate(everyone):
+        everyone = gather_objects((settings, forms, None if problem is None else str(problem)), self.pipeline.group)
+        for rank, (*_, text) in enumerate(everyone):
             if text is not None:
                 raise problem or ValueError(f"pipeline rank {rank}: {text}")
-        check_alike([other for other, _ in everyone])
+        check_alike([other for other, *_ in everyone])
+        self._forms = [forms for _, forms, _ in everyone]
 
     def _settle(
         self,
@@ -161,12 +176,29 @@ class PipelineDraft:
         """The open channel; a larger batch than before needs another one."""
         if self.channel is None or numel > self._max_numel:
             self.close()
-            self.channel = self._make_channel(numel)
-            self.channel.setup()
+            channel = self._make_channel(numel)
+            channel.setup()
+            self.channel = channel
             self._max_numel = numel
         return self.channel
 
     # The policy's weights that the draft borrows
+
+    def _owned_weights(self) -> tuple[dict[str, torch.Tensor], WeightForms]:
+        """What this rank has of embeddings and head, and what the others must know of it to receive it."""
+        first, last = self.pipeline.stages[0], self.pipeline.stages[-1]
+        owned, is_tied = {}, True
+        if first.is_first:
+            embeddings = first.anatomy.model.get_input_embeddings()
+            owned["embedding"] = effective_weight(embeddings)
+            is_tied &= _is_shared(embeddings, first)
+        if last.is_last:
+            head = last.anatomy.head
+            owned["head"] = effective_weight(head)
+            is_tied &= _is_shared(head, last)
+            if getattr(head, "bias", None) is not None:
+                owned["bias"] = head.bias.detach()
+        return owned, WeightForms({name: (x.shape, x.dtype) for name, x in owned.items()}, is_tied)
 
     def _refresh_weights(self) -> None:
         """Embeddings and head as they are now, on the ranks that run the draft and on no other. Collective.
@@ -175,26 +207,22 @@ class PipelineDraft:
         has changed (torch's version counters miss writes through `.data`).
         """
         pipeline, last_rank = self.pipeline, self.pipeline.num_ranks - 1
-        first, last = pipeline.stages[0], pipeline.stages[-1]
-        anatomy, owned, is_tied = last.anatomy, {}, True
-        if first.is_first:
-            embeddings = first.anatomy.model.get_input_embeddings()
-            owned["embedding"] = effective_weight(embeddings)
-            is_tied &= _is_shared(embeddings, first)
-        if last.is_last:
-            owned["head"] = effective_weight(anatomy.head)
-            is_tied &= _is_shared(anatomy.head, last)
-            if getattr(anatomy.head, "bias", None) is not None:
-                owned["bias"] = anatomy.head.bias.detach()
-        forms = gather_objects(({n: (t.shape, t.dtype) for n, t in owned.items()}, is_tied), pipeline.group)
-        head = self._carried(owned.get("head"), forms[last_rank][0]["head"], last_rank)
-        if all(tied for _, tied in forms):
+        owned, forms = self._owned_weights()
+        if forms != self._forms[pipeline.pipeline_rank]:
+            raise RuntimeError(
+                f"the policy's embeddings or head are no longer what they were when this PipelineDraft was made ({forms}, was "
+                f"{self._forms[pipeline.pipeline_rank]}); make it after dtypes, sizes and adapters are settled."
+            )
+        first, last = self._forms[0].of, self._forms[last_rank].of
+        head = self._carried(owned.get("head"), last["head"], last_rank)
+        if all(forms.is_tied for forms in self._forms):
             embedding = head
         else:
-            embedding = self._carried(owned.get("embedding"), forms[0][0]["embedding"], 0)
-        bias = self._carried(owned.get("bias"), forms[last_rank][0].get("bias"), last_rank)
+            embedding = self._carried(owned.get("embedding"), first["embedding"], 0)
+        bias = self._carried(owned.get("bias"), last.get("bias"), last_rank)
         if self._own:
             assert embedding is not None and head is not None
+            anatomy = pipeline.stages[-1].anatomy
             self._weights = PolicyWeights(
                 embedding, head, bias, logit_scale=anatomy.logit_scale, logit_softcap=anatomy.logit_softcap
             )

@@ -24,13 +24,17 @@ def pack_rows(
     """
     present_BS = attention_mask_BS.bool()
     lengths = [n for n in present_BS.sum(1).tolist() if n > 0]
-    layout = PackedLayout.from_lengths(lengths)
+    index_T = present_BS.flatten().nonzero()[:, 0]  # once: on a GPU the host waits for it
+
+    def packed(x: torch.Tensor) -> torch.Tensor:
+        return x.flatten(0, 1).index_select(0, index_T)
+
     return PackedBatch(
-        Shard(layout),
-        token_ids_BS[present_BS],
-        supervised_BS.bool()[present_BS],
-        torch.cat([x[present_BS] for x in taps.hidden_states], -1),
-        taps.final_BSH[present_BS],
+        Shard(PackedLayout.from_lengths(lengths)),
+        packed(token_ids_BS),
+        packed(supervised_BS).bool(),
+        torch.cat([packed(x) for x in taps.hidden_states], -1),
+        packed(taps.final_BSH),
     )
 
 

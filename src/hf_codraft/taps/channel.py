@@ -31,6 +31,7 @@ from hf_codraft.taps.protocol import (
     TapTimeout,
     Transport,
     gather_objects,
+    gather_results,
     tensor_crc,
 )
 from hf_codraft.taps.transports.choice import Choice, Surroundings, choose_transport
@@ -186,6 +187,7 @@ class TapChannel:
 
         Raises:
             TapProtocolError, ValueError: as in [`choose`].
+            TapError: on every rank, if one could not open its rings; names it.
         """
         if self.choice is not None:
             raise TapProtocolError(f"rank {self.rank}: setup was called twice.")
@@ -197,12 +199,16 @@ class TapChannel:
             for route in self._all_routes
             for sink_rank in sorted(set(self.sink_ranks))
         ]
+        with self._error_ends_all():
+            gather_results(lambda: self._open_rings(plans), group)
+        self._num_written, self._num_read = dict.fromkeys(self._rings, 0), dict.fromkeys(self._rings, 0)
+
+    def _open_rings(self, plans: Sequence[RingPlan]) -> None:
         if self.transport is not None:
             self._rings = dict(self.transport.open([plan for plan in plans if not plan.is_local]))
         for plan in plans:
             if plan.is_local and plan.sink_rank == self.rank:
                 self._rings[plan.route.tap_id, plan.sink_rank] = LocalRing(plan)
-        self._num_written, self._num_read = dict.fromkeys(self._rings, 0), dict.fromkeys(self._rings, 0)
 
     def _terms(self) -> dict[str, str]:
         terms = {

@@ -200,3 +200,24 @@ def gather_objects(value: T, group: dist.ProcessGroup) -> list[T]:
     values: list[T] = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+def gather_results(make: Callable[[], T], group: dist.ProcessGroup) -> list[T]:
+    """What `make()` returns on every rank of the group, in rank order; where it fails on one, no rank goes on.
+
+    Raises:
+        TapError: on every rank; says which ranks failed and why.
+    """
+    made: list[T] = []
+    failure, problem = None, ""
+    try:
+        made.append(make())
+    except Exception as error:
+        failure, problem = error, f"{type(error).__name__}: {error}"
+    every = gather_objects((made, problem), group)
+    problems = [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(every) if problem]
+    if isinstance(failure, TapError):  # the ranks have agreed on that one already
+        raise failure
+    if problems:
+        raise TapError("; ".join(problems)) from failure
+    return [made[0] for made, _ in every]

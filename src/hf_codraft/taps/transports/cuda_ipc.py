@@ -21,7 +21,7 @@ from hf_codraft.taps.protocol import (
     Ring,
     RingKey,
     RingPlan,
-    gather_objects,
+    gather_results,
     naming_the_last_wait,
     payload_view,
 )
@@ -104,34 +104,35 @@ class CudaIpcTransport:
 
     def open(self, plans: Sequence[RingPlan]) -> Mapping[RingKey, Ring]:
         control = self.control.open([replace(plan, carries_payload=False) for plan in plans])
-        rank, memory, events, handles = dist.get_rank(self.group), {}, {}, {}
-        for plan in plans:
+        own = [plan for plan in plans if (plan.route.tap_id, plan.sink_rank) in control]
+        rank, memory, events = dist.get_rank(self.group), {}, {}
+
+        def export() -> dict[tuple[RingKey, int], tuple[Any, list[Any]]]:
+            handles = {}
+            for plan in own:
+                key, shared = (plan.route.tap_id, plan.sink_rank), None
+                events[key] = [self.layer.new_event(is_shared=True) for _ in range(plan.num_slots)]
+                if rank == plan.sink_rank:
+                    memory[key] = self.layer.allocate(plan.num_slots * plan.payload_bytes)
+                    shared = self.layer.export_memory(memory[key])
+                handles[key, rank] = shared, [self.layer.export_event(event) for event in events[key]]
+            return handles
+
+        every = {name: handle for of_rank in gather_results(export, self.group) for name, handle in of_rank.items()}
+        for plan in own:
             key = (plan.route.tap_id, plan.sink_rank)
-            if key not in control:
-                continue
-            events[key] = [self.layer.new_event(is_shared=True) for _ in range(plan.num_slots)]
-            shared_events = [self.layer.export_event(event) for event in events[key]]
-            handles[key, rank] = (None, shared_events)
-            if rank == plan.sink_rank:
-                memory[key] = self.layer.allocate(plan.num_slots * plan.payload_bytes)
-                handles[key, rank] = (self.layer.export_memory(memory[key]), shared_events)
-        every = {name: handle for of_rank in gather_objects(handles, self.group) for name, handle in of_rank.items()}
-        for plan in plans:
-            key = (plan.route.tap_id, plan.sink_rank)
-            if key in control:
-                is_sink = rank == plan.sink_rank
-                peer = plan.route.owner_rank if is_sink else plan.sink_rank
-                peer_memory, peer_events = every[key, peer]
-                opened = [self.layer.open_event(handle) for handle in peer_events]
-                ring_control = control[key]
-                assert isinstance(ring_control, ShmRing)
-                self._rings[key] = CudaIpcRing(
-                    ring_control,
-                    self.layer,
-                    slots=(memory[key] if is_sink else self.layer.open_memory(peer_memory)).split(plan.payload_bytes),
-                    ready=opened if is_sink else events[key],
-                    consumed=events[key] if is_sink else opened,
-                )
+            is_sink = rank == plan.sink_rank
+            peer_memory, peer_events = every[key, plan.route.owner_rank if is_sink else plan.sink_rank]
+            opened = [self.layer.open_event(handle) for handle in peer_events]
+            ring_control = control[key]
+            assert isinstance(ring_control, ShmRing)
+            self._rings[key] = CudaIpcRing(
+                ring_control,
+                self.layer,
+                slots=(memory[key] if is_sink else self.layer.open_memory(peer_memory)).split(plan.payload_bytes),
+                ready=opened if is_sink else events[key],
+                consumed=events[key] if is_sink else opened,
+            )
         return self._rings
 
     def abort(self, reason: str) -> None:
