@@ -314,6 +314,11 @@ def check_disagreements(rank):
         ValueError, match=r"\(training, rows, length\) are \(1, 8, 12\) on rank 0 and \(1, 8, 9\) on rank 1"
     ):
         pipeline.train_step(families.batch(8, (12, 9)[rank]), next_token_loss)
+    shorter = batch["attention_mask"].clone()
+    shorter[0, -1] = 0
+    for other in (families.batch(8, 12, seed=1), batch | {"attention_mask": shorter}):
+        with pytest.raises(ValueError, match="position_ids are not on rank 1 what they are on rank 0. Does a data loader"):
+            pipeline.train_step((batch, other)[rank], next_token_loss)
     lists = batch | {"input_ids": batch["input_ids"].tolist()}
     for spoiled, kind, message in (
         (batch | {"weight": torch.ones(3)}, ValueError, r"batch\['weight'\] \(shape \(3,\)\)"),
@@ -321,7 +326,7 @@ def check_disagreements(rank):
         (None, AttributeError, "'NoneType' object has no attribute 'get'"),
     ):
         if rank == 0:
-            kind, message = ValueError, f"pipeline rank 1 refused its batch: {kind.__name__}: .*{message}"
+            kind, message = ValueError, f"pipeline rank 1 refused the step: {kind.__name__}: .*{message}"
         with pytest.raises(kind, match=message):
             pipeline.train_step(batch if rank == 0 else spoiled, next_token_loss)
     pipeline.train_step(batch, next_token_loss)
@@ -468,6 +473,7 @@ def check_replicas(rank):
 def four_ranks(rank):
     rows, short = families.batch(8, 12), families.batch(16, 7)
     check_steps("P = 4", families.policy("qwen3", tie=True), rows, short, num_stages=4)
+    check_steps("P = 4, LoRA", with_lora(families.policy("qwen3", tie=True)), rows, num_stages=4)
     check_steps("P = 4, M = 8", families.policy("mistral"), rows, num_stages=4, num_microbatches=8)
     model = families.policy("qwen2", tie=True, num_layers=8)
     kwargs = {"schedule": "Interleaved1F1B", "num_stages": 8, "num_microbatches": 8}

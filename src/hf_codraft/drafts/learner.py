@@ -121,17 +121,36 @@ class DraftLearner:
     def step(self) -> DraftStep:
         """Averages over ranks, clips and updates; every rank must call it the same number of times.
 
+        What was accumulated is gone afterwards, after an error too.
+
         Raises:
             RuntimeError: when the loss was not finite three times in a row.
+            Exception: what this rank could not do. If it came before the sum of the gradients, the other ranks have skipped
+                the step, as for a loss that is not finite.
         """
-        flat = self._reduce_gradients()
+        flat = failure = None
+        try:
+            flat = self._flat_gradient()
+        except Exception as error:  # such as too little memory: no rank may wait for this one's gradient
+            failure = error
+            self._sums[0].fill_(math.nan)
+        self._sum_over_ranks(self._sums, self._covered)
         loss_sum_K, accept_sum_K, count_K = self._sums
+        covered = self._covered
+        self._clear_sums()
+        self.optimizer.zero_grad(set_to_none=True)
+        if flat is None:
+            assert failure is not None
+            raise failure
         weights_K = torch.tensor(self.pass_weights or (1.0,) * self.num_passes).to(count_K)
         denominator = (weights_K * count_K).sum().clamp(min=1.0)
-        flat.mul_(self.loss_weight / denominator.to(flat.dtype))
-        grad_norm = torch.linalg.vector_norm(flat).item()
         loss = ((weights_K * loss_sum_K).sum() / denominator).item()
-        is_skipped = not (math.isfinite(loss) and math.isfinite(grad_norm))
+        grad_norm = math.nan
+        if math.isfinite(loss):  # which all ranks know alike
+            self._sum_over_ranks(flat)
+            flat.mul_(self.loss_weight / denominator.to(flat.dtype))
+            grad_norm = torch.linalg.vector_norm(flat).item()
+        is_skipped = not math.isfinite(grad_norm)
         if is_skipped:
             self._skip(loss, grad_norm)
         elif count_K.sum() > 0:
@@ -139,22 +158,20 @@ class DraftLearner:
                 flat.mul_(self.max_grad_norm / grad_norm)
             self._scatter_gradients(flat)
             self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
             self.lr_scheduler.step()
             self.num_steps += 1
             self.num_skipped_in_a_row = 0
-        self.optimizer.zero_grad(set_to_none=True)
         means = (torch.stack([loss_sum_K, accept_sum_K]) / count_K).tolist()
-        report = DraftStep(
+        return DraftStep(
             loss if count_K.sum() > 0 else math.nan,
             tuple(means[0]),
             tuple(means[1]),
             int(count_K[0].item()),
-            (self._covered[0] / self._covered[1]).item(),
+            (covered[0] / covered[1]).item(),
             grad_norm,
             is_skipped,
         )
-        self._clear_sums()
-        return report
 
     def _skip(self, loss: float, grad_norm: float) -> None:
         self.num_skipped += 1
@@ -166,17 +183,17 @@ class DraftLearner:
                 "hidden states."
             )
 
-    def _reduce_gradients(self) -> torch.Tensor:
-        """All gradients in one flat tensor, summed over ranks together with the sums and counts."""
-        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in self.parameters])
+    def _flat_gradient(self) -> torch.Tensor:
+        return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in self.parameters])
+
+    def _sum_over_ranks(self, *tensors: torch.Tensor) -> None:
         groups = self.groups
         if groups is None:
             has_peers = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
             groups = [dist.group.WORLD] if has_peers else []
         for group in groups:
-            for tensor in (flat, self._sums, self._covered):
+            for tensor in tensors:
                 dist.all_reduce(tensor, group=group)
-        return flat
 
     def _scatter_gradients(self, flat: torch.Tensor) -> None:
         for parameter, part in zip(self.parameters, flat.split([p.numel() for p in self.parameters]), strict=True):

@@ -3,6 +3,7 @@
 Legend: B rows, S padded length, H hidden width, V vocabulary.
 """
 
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from torch import distributed as dist
 from hf_codraft.parallel.schedule import ScheduleRunner, StepCalls, StepShape, check_schedule
 from hf_codraft.parallel.stages import PolicyStage
 from hf_codraft.taps.peers import Peers
+from hf_codraft.taps.protocol import tensor_crc
 from hf_codraft.taps.transports.relay import Relay
 
 STAGE_INPUTS = ("attention_mask", "position_ids")
@@ -274,7 +276,9 @@ class PolicyPipeline:
         return microbatches, inputs
 
     @contextmanager
-    def _step(self, batch: Mapping[str, torch.Tensor], is_training: bool) -> Iterator[None]:
+    def _step(
+        self, batch: Mapping[str, torch.Tensor], is_training: bool, check: Callable[[], None] | None = None
+    ) -> Iterator[None]:
         """A step that all ranks agree on; after one that failed there is no other, since its transfers may be under way."""
         if self._failure is not None:
             raise RuntimeError(
@@ -282,19 +286,23 @@ class PolicyPipeline:
                 "again with new process groups."
             )
         with self.peers.naming("a training step" if is_training else "a forward-only pass"):
-            self._agree_on_step(batch, is_training)
+            self._agree_on_step(batch, is_training, check)
             try:
                 yield
             except BaseException as error:
                 self._failure = f"{type(error).__name__}: {error}"[:200]
                 raise
 
-    def _agree_on_step(self, batch: Mapping[str, torch.Tensor], is_training: bool) -> None:
+    def _agree_on_step(
+        self, batch: Mapping[str, torch.Tensor], is_training: bool, check: Callable[[], None] | None
+    ) -> None:
         """Every rank must be about to run the same step: buffers of another size would be filled without an error."""
-        failure, numbers = None, [0, 0, 0, 0]
+        failure, numbers = None, [0] * 5
         try:
             rows = _check_batch(batch, self.num_microbatches)
-            numbers = [1, int(is_training), rows, batch["input_ids"].shape[1]]
+            if check is not None:
+                check()
+            numbers = [1, int(is_training), rows, batch["input_ids"].shape[1], _crc(batch)]
         except Exception as error:  # whatever it is: the others must hear of it, or they would wait for this rank
             failure = error
         own = torch.tensor(numbers, device=self.device)
@@ -302,12 +310,17 @@ class PolicyPipeline:
         dist.all_gather(everyone, own, group=self.group)
         steps = [tuple(numbers.tolist()) for numbers in everyone]
         if not all(step[0] for step in steps):  # which all ranks see
-            self._raise_together(failure, "its batch")
+            self._raise_together(failure, "the step")
         for rank, step in enumerate(steps):
-            if step != steps[0]:
+            if step[:-1] != steps[0][:-1]:
                 raise ValueError(
                     "all ranks of a pipeline must run the same step; (training, rows, length) are "
-                    f"{steps[0][1:]} on rank 0 and {step[1:]} on rank {rank}."
+                    f"{steps[0][1:-1]} on rank 0 and {step[1:-1]} on rank {rank}."
+                )
+            if step != steps[0]:
+                raise ValueError(
+                    f"all ranks of a pipeline must be given the same rows, but {', '.join(('input_ids', *STAGE_INPUTS))} are "
+                    f"not on rank {rank} what they are on rank 0. Does a data loader deal every rank a batch of its own?"
                 )
 
     def _run(
@@ -353,6 +366,7 @@ class PolicyPipeline:
         batch: Mapping[str, torch.Tensor],
         loss_function: LossFunction,
         *,
+        check: Callable[[], None] | None = None,
         before_schedule: Callable[[], Relay | None] | None = None,
         after_forward: ForwardObserver | None = None,
         after_schedule: Callable[[], None] | None = None,
@@ -368,6 +382,7 @@ class PolicyPipeline:
                 they don't divide evenly, the first microbatches have one more.
             loss_function (callable): `loss_function(hidden_BSH, stage, microbatch)` gives a scalar; called on the last
                 stage with its final hidden state. See [`next_token_loss`].
+            check (callable, *optional*): called before the ranks agree on the batch; what it raises ends the step on all.
             before_schedule (callable, *optional*): called once all ranks have agreed on the batch, so it may be collective. It
                 may return a [`Relay`] of taps for the stages to hand on beside their hidden states.
             after_forward (callable, *optional*): `after_forward(current, output)` inside the schedule, right after each
@@ -380,7 +395,7 @@ class PolicyPipeline:
             `torch.Tensor` of shape `(num_microbatches,)`: fp32, detached.
 
         Raises:
-            ValueError: on all ranks, for a batch that can't be cut or differs between ranks.
+            ValueError: on all ranks, for a batch that can't be cut or differs between ranks in what goes through the stages.
             PeerLost: if another rank ended or stands still; says which, where it can be seen from here.
         """
 
@@ -393,7 +408,7 @@ class PolicyPipeline:
             def observe(stage: int, microbatch: Microbatch, output: torch.Tensor) -> None:
                 after_forward(CurrentForward(stage, microbatch.index, microbatch.num_rows), output)
 
-        with self._step(batch, is_training=True):
+        with self._step(batch, is_training=True, check=check):
             relay = None if before_schedule is None else before_schedule()
             tied, _ = self._tied()
             earlier = None
@@ -468,6 +483,15 @@ def check_alike(settings: Sequence[Mapping[str, Any]]) -> None:
                     f"{name} differs between pipeline ranks: {settings[0][name]!r} on rank 0, {value!r} on rank {rank}. All "
                     "ranks must be given the same."
                 )
+
+
+def _crc(batch: Mapping[str, torch.Tensor]) -> int:
+    """Of what goes through the stages."""
+    crc = 0
+    for name in ("input_ids", *STAGE_INPUTS):
+        if name in batch:
+            crc = zlib.crc32(f"{name} {batch[name].dtype} {tensor_crc(batch[name])}".encode(), crc)
+    return crc
 
 
 def _check_batch(batch: Mapping[str, torch.Tensor], num_microbatches: int) -> int:

@@ -200,19 +200,22 @@ class PipelineDraft:
                 owned["bias"] = head.bias.detach()
         return owned, WeightForms({name: (x.shape, x.dtype) for name, x in owned.items()}, is_tied)
 
-    def _refresh_weights(self) -> None:
+    def _check_weights(self) -> dict[str, torch.Tensor]:
+        owned, forms = self._owned_weights()
+        if forms != self._forms[self.pipeline.pipeline_rank]:
+            raise RuntimeError(
+                f"the policy's embeddings or head are no longer what they were when this PipelineDraft was made ({forms}, was "
+                f"{self._forms[self.pipeline.pipeline_rank]}); make it after dtypes, sizes and adapters are settled."
+            )
+        return owned
+
+    def _borrow_weights(self, owned: Mapping[str, torch.Tensor]) -> None:
         """Embeddings and head as they are now, on the ranks that run the draft and on no other. Collective.
 
         At every step: optimizers, loaded weights and merged adapters leave no common trace by which to tell that nothing
         has changed (torch's version counters miss writes through `.data`).
         """
         pipeline, last_rank = self.pipeline, self.pipeline.num_ranks - 1
-        owned, forms = self._owned_weights()
-        if forms != self._forms[pipeline.pipeline_rank]:
-            raise RuntimeError(
-                f"the policy's embeddings or head are no longer what they were when this PipelineDraft was made ({forms}, was "
-                f"{self._forms[pipeline.pipeline_rank]}); make it after dtypes, sizes and adapters are settled."
-            )
         first, last = self._forms[0].of, self._forms[last_rank].of
         head = self._carried(owned.get("head"), last["head"], last_rank)
         if all(forms.is_tied for forms in self._forms):
@@ -294,12 +297,16 @@ class PipelineDraft:
         last_stage = self.pipeline.plan.num_stages - 1
         channel: TapChannel | None = None  # of this step, once it has begun
         microbatches: list[Microbatch] = []
+        owned: dict[str, torch.Tensor] = {}
+
+        def check() -> None:
+            owned.update(self._check_weights())
 
         def before_schedule() -> Relay | None:
             nonlocal channel, microbatches
             microbatches = self.pipeline.microbatches(batch)
             channel = self._open_channel(microbatches[0].rows["input_ids"].numel() * self.pipeline.hidden_size)
-            self._refresh_weights()
+            self._borrow_weights(owned)
             channel.begin_step(next(self._step_ids), len(microbatches))
             return channel.relay()
 
@@ -322,6 +329,7 @@ class PipelineDraft:
                 losses = self.pipeline.train_step(
                     batch,
                     loss_function,
+                    check=check,
                     before_schedule=before_schedule,
                     after_forward=after_forward if is_inside else None,
                     after_schedule=None if is_inside else after_schedule,

@@ -142,6 +142,21 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_the_third_in_a_row_rai
     skips()
     with pytest.raises(RuntimeError, match=r"not finite 3 times in a row. The policy is unharmed"):
         train(learner, [bad])
+    assert not train(learner, pieces_of([8])).is_skipped  # for whoever catches it
+
+
+def test_a_step_that_fails_leaves_nothing_of_its_gradient(monkeypatch):
+    draft = tiny_draft()
+    learner, other = learner_of(draft), learner_of(tiny_draft())
+
+    def full(*args):
+        raise torch.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError, match="no room"):
+        patch.setattr(torch, "cat", full)
+        learner.step()
+    assert train(learner, pieces_of([8])) == train(other, pieces_of([8]))
+    assert (learner.num_steps, learner.num_skipped) == (1, 0)
 
 
 @pytest.mark.parametrize("rows", [[(5, 0), (3, 1)], []], ids=["nothing supervised", "no piece at all"])

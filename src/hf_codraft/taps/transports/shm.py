@@ -74,7 +74,7 @@ class SharedMemory:
         if self.rank == 0:
             try:
                 descriptor = os.memfd_create("taps", os.MFD_CLOEXEC)
-                os.ftruncate(descriptor, size)
+                os.posix_fallocate(descriptor, 0, size)  # else too little memory would end the process at a write
             except OSError as error:
                 problem = f"rank 0 can't make {size} bytes of shared memory: {error}"
         path, problem = gather_objects((f"/proc/{os.getpid()}/fd/{descriptor}", problem), group)[0]
