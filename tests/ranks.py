@@ -1,6 +1,5 @@
 """Several processes joined by gloo, and the drafts and batches that they and single-process tests learn from."""
 
-import multiprocessing
 import pickle
 import socket
 import time
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import fresh_processes
 from torch import distributed as dist
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -44,7 +44,7 @@ def _rank_main(payload: bytes, rank: int, num_ranks: int, port: int, timeout_s: 
 
 
 def run_ranks(function: Callable, num_ranks: int, *args: Any, timeout_s: float = 120.0) -> list[Any]:
-    """Runs `function(rank, *args)` in spawned processes joined by gloo and returns what each rank returned.
+    """Runs `function(rank, *args)` in fresh processes joined by gloo and returns what each rank returned.
 
     The first rank that fails ends the run: its traceback becomes the test's failure. After `timeout_s` seconds every
     process is killed and the ranks that had not finished are named.
@@ -55,7 +55,7 @@ def run_ranks(function: Callable, num_ranks: int, *args: Any, timeout_s: float =
         args: picklable, the same for every rank.
         timeout_s (`float`): seconds for the whole run, imports included.
     """
-    context = multiprocessing.get_context("spawn")
+    context = fresh_processes()
     payload, port = pickle.dumps((function, args)), _free_port()
     processes, connections = [], []
     for rank in range(num_ranks):

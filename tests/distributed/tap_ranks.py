@@ -1,6 +1,5 @@
-"""Processes of which some are meant to fail, and tap channels between them. Imports torch alone, to start fast."""
+"""Processes of which some are meant to fail, and tap channels between them."""
 
-import multiprocessing
 import pickle
 import socket
 import time
@@ -11,6 +10,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 import torch
+from processes import fresh_processes
 from torch import distributed as dist
 
 from hf_codraft.taps.channel import TapChannel, TapRoute
@@ -49,7 +49,7 @@ def outcomes_of(function: Callable, num_ranks: int, *args: Any, timeout_s: float
     Args:
         absent (`tuple[int, ...]`): ranks that are expected never to report; the others are awaited.
     """
-    context = multiprocessing.get_context("spawn")
+    context = fresh_processes()
     payload, address = pickle.dumps((function, args)), free_address()
     processes, receivers = [], []
     for rank in range(num_ranks):

@@ -6,7 +6,6 @@ and filling rows change how matrix products are blocked.
 """
 
 import copy
-import multiprocessing
 import os
 import time
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ import families
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from processes import fresh_processes
 from torch import distributed as dist
 
 from hf_codraft.parallel import schedule as schedule_module
@@ -317,7 +317,9 @@ def check_disagreements(rank):
     shorter = batch["attention_mask"].clone()
     shorter[0, -1] = 0
     for other in (families.batch(8, 12, seed=1), batch | {"attention_mask": shorter}):
-        with pytest.raises(ValueError, match="position_ids are not on rank 1 what they are on rank 0. Does a data loader"):
+        with pytest.raises(
+            ValueError, match=r"position_ids are not on rank 1 what they are on rank 0\. Does a data loader"
+        ):
             pipeline.train_step((batch, other)[rank], next_token_loss)
     lists = batch | {"input_ids": batch["input_ids"].tolist()}
     for spoiled, kind, message in (
@@ -512,7 +514,7 @@ def survivor(rank, path, results):
 
 @pytest.mark.slow
 def test_a_killed_rank_is_an_error_on_the_other_at_once(tmp_path):
-    context = multiprocessing.get_context("spawn")
+    context = fresh_processes()
     results = context.Queue()
     processes = [context.Process(target=survivor, args=(r, tmp_path / "store", results)) for r in range(2)]
     for process in processes:
