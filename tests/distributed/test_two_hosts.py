@@ -139,8 +139,8 @@ def rank_main(rank: int, fault: str) -> None:
 
 
 def run_on(hosts: Hosts, fault: str = "") -> list[dict]:
-    tests = Path(__file__).parent
-    code = f"import sys; sys.path.insert(0, {str(tests)!r}); import test_two_hosts as t; t.rank_main(%d, {fault!r})"
+    folders = [str(folder) for folder in Path(__file__).parents[:2]]
+    code = f"import sys; sys.path[:0] = {folders!r}; import test_two_hosts as t; t.rank_main(%d, {fault!r})"
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "card", "OMP_NUM_THREADS": "1"}
     processes = [
         subprocess.Popen(

@@ -82,11 +82,12 @@ class Peers:
         A process that was killed is known here as soon as its connections are closed, before [`ended`] knows.
         """
         leaving = [rank for rank, pid in self._pids.items() if _state(pid)[1] & _PF_EXITING]
+        found = []
+        if stopped := self.stopped():  # first: others may have ended because they waited for these
+            found.append(f"rank(s) {stopped} are stopped, by a signal or a debugger")
         if ended := sorted({*self.ended(), *leaving}):
-            return f"rank(s) {ended} ended, killed or with an error that their own output shows"
-        if stopped := self.stopped():
-            return f"rank(s) {stopped} are stopped, by a signal or a debugger"
-        return ""
+            found.append(f"rank(s) {ended} ended, killed or with an error that their own output shows")
+        return "; ".join(found)
 
     @contextmanager
     def naming(self, what: str) -> Iterator[None]:

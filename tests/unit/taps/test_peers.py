@@ -55,10 +55,12 @@ def test_ended_stopped_and_unseen_ranks(children):
     children[1].send_signal(signal.SIGSTOP)
     wait_until(peers.stopped)
     assert (peers.ended(), peers.stopped()) == ([], [2])
-    assert peers.culprits() == "rank(s) [2] are stopped, by a signal or a debugger"
+    are_stopped = "rank(s) [2] are stopped, by a signal or a debugger"
+    assert peers.culprits() == are_stopped
+    end(children[0])
+    assert peers.culprits() == f"{are_stopped}; rank(s) [1] ended, killed or with an error that their own output shows"
     children[1].send_signal(signal.SIGCONT)
     wait_until(lambda: not peers.stopped())
-    end(children[0])
     assert peers.culprits() == "rank(s) [1] ended, killed or with an error that their own output shows"
     wait_until(peers.ended)
     assert (peers.ended(), peers.stopped()) == ([1], [])
