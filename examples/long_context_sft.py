@@ -18,8 +18,8 @@ above 1, every group trains on rows of its own.
 
 import argparse
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
-from itertools import accumulate, islice
+from collections.abc import Callable, Iterable
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -48,8 +48,13 @@ def load(name: str | None) -> tuple[PreTrainedModel, Callable[[str], list[int]]]
     return LlamaForCausalLM(config), lambda text: list(text.encode())
 
 
-def packed_rows(documents: Iterable[list[int]], row_tokens: int) -> Iterator[dict]:
-    """Documents one after another in rows of `row_tokens` tokens; what does not fit is cut off."""
+def packed_rows(documents: Iterable[list[int]], row_tokens: int, *, num_rows: int, min_rows: int) -> list[dict]:
+    """Documents one after another in up to `num_rows` rows of `row_tokens` tokens; what does not fit is cut off.
+
+    Raises:
+        ValueError: if they fill fewer than `min_rows`.
+    """
+    rows: list[dict] = []
     token_ids: list[int] = []
     lengths: list[int] = []
     for document in documents:
@@ -59,8 +64,17 @@ def packed_rows(documents: Iterable[list[int]], row_tokens: int) -> Iterator[dic
         token_ids += document
         lengths.append(len(document))
         if len(token_ids) == row_tokens:
-            yield {"token_ids": torch.tensor(token_ids), "lengths": lengths}
+            rows.append({"token_ids": torch.tensor(token_ids), "lengths": lengths})
             token_ids, lengths = [], []
+        if len(rows) == num_rows:
+            break
+    if len(rows) < min_rows:
+        raise ValueError(
+            f"the text fills {len(rows) * row_tokens + len(token_ids)} tokens of rows, but one step needs "
+            f"{min_rows * row_tokens} (a row of {row_tokens} for each of {min_rows} data-parallel groups); give more --text "
+            "or fewer --row-tokens."
+        )
+    return rows
 
 
 def own_shard(lengths: list[int], accelerator: ContextParallelAccelerator) -> Shard:
@@ -82,6 +96,8 @@ def main() -> None:
     parser.add_argument("--checkpointing", action="store_true", help="compute activations again in the backward")
     parser.add_argument("--output-dir", help="where to save the model; not saved by default")
     options = parser.parse_args()
+    if min(options.row_tokens, options.max_steps) < 1:
+        parser.error(f"--row-tokens ({options.row_tokens}) and --max-steps ({options.max_steps}) must be 1 or more")
 
     accelerator = ContextParallelAccelerator(cpu=not torch.cuda.is_available())
     model, encode = load(options.model)
@@ -89,22 +105,25 @@ def main() -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     files = options.text or sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     documents = (encode(file.read_text(errors="replace")) for file in files)
-    num_rows = options.max_steps * accelerator.axis_size("dp")
-    rows = list(islice(packed_rows(documents, options.row_tokens), num_rows))
+    num_groups = accelerator.axis_size("dp")
+    rows = packed_rows(documents, options.row_tokens, num_rows=options.max_steps * num_groups, min_rows=num_groups)
     check_isolation(model)  # whatever its architecture: no segment of a packed row may see another
     loader = DataLoader(rows, batch_size=1, collate_fn=lambda batch: batch[0])
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate or (2e-5 if options.model else 3e-3))
     model, optimizer, loader = accelerator.prepare(model.train(), optimizer, loader)
 
     for step, row in enumerate(loader, start=1):
-        inputs = packed_inputs(row["token_ids"], own_shard(row["lengths"], accelerator))
+        # divided by 1, so the loss is a sum
+        inputs = packed_inputs(row["token_ids"], own_shard(row["lengths"], accelerator), num_items_in_batch=1)
         num_targets = accelerator.global_sum((inputs["shift_labels"] != -100).sum())
-        local_sum = model(**inputs, num_items_in_batch=1).loss  # divided by 1, so a sum
+        local_sum = model(**inputs).loss
         accelerator.backward(accelerator.mean_loss(local_sum, num_targets))
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        accelerator.print(f"step {step} loss {(accelerator.global_sum(local_sum) / num_targets).item():.7g}")
+        # a row of one-token documents has no target
+        loss = accelerator.global_sum(local_sum) / num_targets.clamp(min=1)
+        accelerator.print(f"step {step} loss {loss.item():.7g}")
     if options.output_dir is not None:
         state = accelerator.get_state_dict(model)
         if accelerator.is_main_process:

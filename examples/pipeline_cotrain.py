@@ -92,6 +92,10 @@ def save(
     optimizer: torch.optim.Optimizer,
     draft: PipelineDraft,
 ) -> None:
+    done = folder / "trainer_state.json"  # written last: it says that the rest is there
+    if accelerator.is_main_process:
+        done.unlink(missing_ok=True)  # of an earlier run, which must not vouch for a mixture of both
+    accelerator.wait_for_everyone()
     accelerator.save_pretrained(folder / "policy")
     accelerator.save_training_state(folder / "state", optimizer=optimizer, counters={"step": step})
     if accelerator.pipeline_parallel_rank == draft.pipeline.num_ranks - 1:
@@ -99,8 +103,8 @@ def save(
         state = draft.learner.state_dict()
         save_draft(draft.learner.draft, folder / "draft", base_model=str(folder / "policy"), training_state=state)
     accelerator.wait_for_everyone()
-    if accelerator.is_main_process:  # last: it says that the rest is there
-        (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}) + "\n")
+    if accelerator.is_main_process:
+        done.write_text(json.dumps({"global_step": step}) + "\n")
     accelerator.wait_for_everyone()
 
 

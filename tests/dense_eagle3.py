@@ -124,33 +124,42 @@ def shard_batch(batch: PackedBatch, layout: PackedLayout, transport: Transport) 
 
 @dataclass(frozen=True)
 class ShardedLoss:
-    """Sums over the ranks, and the bytes that all of them sent."""
+    """Sums over the ranks, the bytes that all of them sent, and what the first has exchanged, in order.
+
+    Gradients are those of the weights that ask for one.
+    """
 
     loss_sum_K: torch.Tensor
     accept_sum_K: torch.Tensor
     count_K: torch.Tensor
     grads: list[torch.Tensor]
     num_bytes: int
+    exchanges: list[str]
 
 
-def sharded_loss(draft, batch, policy, *, world: int, plan: str = "zigzag", **options) -> ShardedLoss:
+def sharded_loss(
+    draft, batch, policy, *, world: int, plan: str = "zigzag", is_grad_enabled: bool = True, **options
+) -> ShardedLoss:
     """A draft's loss and gradients on `world` threads; `options` are those of `compute_loss`.
 
     Between the loss and the backward all ranks wait for one another, as they do where a training loop adds up counts; and
     all must make the same exchanges in the same order.
     """
     layout = PLANS[plan](batch.layout.cu_seqlens, world)
-    weights, everyone = list(draft.parameters()), threading.Barrier(world)
+    weights, everyone = [p for p in draft.parameters() if p.requires_grad], threading.Barrier(world)
 
     def one_rank(transport):
         calls = recorded(transport)
-        loss = draft.compute_loss(shard_batch(batch, layout, transport), policy, **options)
+        with torch.set_grad_enabled(is_grad_enabled):
+            loss = draft.compute_loss(shard_batch(batch, layout, transport), policy, **options)
         everyone.wait(60)
-        grads = [x.double() for x in torch.autograd.grad(loss.loss, weights)]
+        assert loss.loss.requires_grad == (is_grad_enabled and bool(weights))
+        grads = [x.double() for x in torch.autograd.grad(loss.loss, weights)] if loss.loss.requires_grad else []
         return loss.loss_sum_K, loss.accept_sum_K, loss.count_K, grads, transport.traffic.num_bytes, calls
 
     *sums, grads, num_bytes, calls = zip(*run_local_ranks(one_rank, world, timeout_s=20), strict=True)
     assert all(own == calls[0] for own in calls)
     return ShardedLoss(
-        *(sum(column) for column in sums), [sum(column) for column in zip(*grads, strict=True)], sum(num_bytes)
-    )
+        *(sum(column) for column in sums), [sum(column) for column in zip(*grads, strict=True)], sum(num_bytes),
+        [what for what, *_ in calls[0]],
+    )  # fmt: skip

@@ -64,6 +64,7 @@ class Case:
     supervised: str = "all"  # or the "last" segment alone, or "none"
     reentrant: bool | None = None  # gradient checkpointing, if not None
     call: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the model call
+    autocast: torch.dtype | None = None  # of torch.autocast around every forward
 
     def layout(self, world: int) -> PackedLayout:
         row = PackedLayout.from_lengths(PACKINGS[self.packing])
@@ -137,7 +138,8 @@ def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 def truth(case: Case, model: nn.Module) -> Result:
     """Stock transformers: a forward for every row, next-token loss over all of them."""
     model, rows = copy.deepcopy(model), case.token_ids().split(PACKINGS[case.packing])
-    logits = [model(input_ids=row[None], use_cache=False).logits[0] for row in rows]
+    with torch.autocast("cpu", case.autocast, enabled=case.autocast is not None):
+        logits = [model(input_ids=row[None], use_cache=False).logits[0] for row in rows]
     targets = case.token_ids().masked_fill(~case.supervised_mask(), -100).split(PACKINGS[case.packing])
     losses = [F.cross_entropy(x[:-1].float(), target[1:], reduction="sum") for x, target in zip(logits, targets)]
     (sum(losses) / case.num_targets()).backward()
@@ -147,7 +149,8 @@ def truth(case: Case, model: nn.Module) -> Result:
 def run_rank(case: Case, model: nn.Module, shard: Shard) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """This rank's logits, and its part of every gradient; `model` (of [`ours`]) is its own."""
     inputs = packed_inputs(case.token_ids(), shard, supervised_T=case.supervised_mask())
-    output = model(**inputs, num_items_in_batch=case.num_targets(), **case.call)
+    with torch.autocast("cpu", case.autocast, enabled=case.autocast is not None):  # a thread's own
+        output = model(**inputs, **case.call)
     output.loss.backward()
     return output.logits[0, : shard.num_tokens].detach(), _gradients(model)
 

@@ -1,13 +1,21 @@
 """Accelerators on gloo ranks: gradients, batches and metrics are those of one process."""
 
+import errno
+import gc
 import json
 import os
 import random
+import re
+import signal
 import subprocess
 import sys
 import textwrap
+import time
+import traceback
 import warnings
 from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -17,12 +25,14 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration
 from peft import LoraConfig, get_peft_model
+from tap_ranks import outcomes_of
 from tiny import policy
 from torch import distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from hf_codraft.parallel import accelerator as accelerator_module
+from hf_codraft.parallel import checkpoint
 from hf_codraft.parallel.accelerator import ContextParallelAccelerator, PipelineAccelerator
 from hf_codraft.parallel.config import CoDraftParallelismConfig
 from hf_codraft.parallel.loading import load_stage
@@ -45,7 +55,7 @@ def start(kind, layout, **kwargs):
 def message_of(function, *args, **kwargs):
     try:
         function(*args, **kwargs)
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         return f"{type(error).__name__}: {error}"
     return None
 
@@ -177,6 +187,18 @@ def test_one_process_needs_no_layout():
         tensors = {"a": torch.tensor([1.0, 2.0])}
         assert accelerator.gather(tensors)["a"] is tensors["a"] and accelerator.gather_object([1]) == [1]
         torch.testing.assert_close(accelerator.reduce(tensors, "mean"), tensors)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize("count", [0, 0.0, torch.tensor(0)], ids=str)
+def test_the_mean_over_nothing_and_its_gradient_are_0(count):
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        weight = nn.Parameter(torch.ones(3))
+        loss = ContextParallelAccelerator(cpu=True).mean_loss((weight * torch.zeros(3)).sum(), count)
+        loss.backward()
+        assert loss == 0 and torch.equal(weight.grad, torch.zeros(3))
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
 
@@ -315,63 +337,180 @@ def talk_between_replicas(pp_size, num_replicas):
     }
 
 
+ACCUMULATION = 2  # of three batches that a replica has in an epoch, so that the second step has one only
+
+
+def long_rows():
+    return [{"input_ids": row} for row in token_batch(24)["input_ids"]]
+
+
+def optimizer_and_scheduler(parameters):
+    """A cycle that ends between the two steps that two replicas make at once."""
+    optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=7)
+
+
 class Replica:
-    """One rank of a replica in training, with a loss that depends on random numbers."""
+    """One rank of a replica in training, with everything prepared at once."""
 
     def __init__(self, accelerator, stage):
-        self.accelerator, self.stage = accelerator, accelerator.prepare(stage)
+        self.accelerator = accelerator
+        optimizer, scheduler = optimizer_and_scheduler(stage.parameters())
+        loader = DataLoader(long_rows(), batch_size=4)
+        self.stage, self.optimizer, self.scheduler, self.loader = accelerator.prepare(
+            stage, optimizer, scheduler, loader
+        )
         self.pipeline = PolicyPipeline([self.stage], 2, group=accelerator.pipeline_group)
-        self.optimizer = torch.optim.AdamW(self.stage.parameters(), lr=1e-2)
 
-    def train(self, steps):
-        def loss(*args):
-            return next_token_loss(*args) * (1 + torch.rand(()))
+    def train_epoch(self):
+        """The learning rate after every batch."""
+        rates = []
+        for batch in self.loader:
+            with self.accelerator.accumulate(self.stage):
+                self.pipeline.train_step(batch, lambda *args: next_token_loss(*args) / (2 * ACCUMULATION))
+                if self.accelerator.sync_gradients:
+                    self.accelerator.reduce_gradients(self.stage.parameters())
+                    self.accelerator.clip_grad_norm_(self.stage.parameters(), 1.0)
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+            rates.append(self.optimizer.param_groups[0]["lr"])
+        return rates
 
-        for step in steps:
-            self.optimizer.zero_grad()
-            self.pipeline.train_step(token_batch(seed=10 * step + self.accelerator.process_index), loss)
-            self.accelerator.reduce_gradients(self.stage.parameters())
-            self.accelerator.clip_grad_norm_(self.stage.parameters(), 1.0)
-            self.optimizer.step()
+    def weights(self):
         return {name: p.detach().clone() for name, p in self.stage.model.named_parameters()}
+
+
+def train_whole(num_replicas, num_epochs):
+    """Weights and learning rates of accelerate's own loop in one process, told that it is one of `num_replicas`."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    accelerator, model, rates = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATION), tiny_model(), []
+    loader = DataLoader(long_rows(), batch_size=4 * num_replicas)
+    model, optimizer, scheduler, loader = accelerator.prepare(
+        model, *optimizer_and_scheduler(model.parameters()), loader
+    )
+    state = SimpleNamespace(num_processes=num_replicas)
+    with mock.patch("accelerate.scheduler.AcceleratorState", return_value=state):
+        for _ in range(num_epochs):
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(**batch, labels=batch["input_ids"], use_cache=False).loss)
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                rates.append(optimizer.param_groups[0]["lr"])
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    return dict(model.named_parameters()), rates
+
+
+def save_to_a_full_disk(accelerator, folder):
+    """The last stage of the first replica can't write."""
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, "disk full"))
+    is_struck = accelerator.process_index == 0 and accelerator.pipeline_parallel_rank == 1
+    with mock.patch.object(checkpoint, "save_file", full if is_struck else checkpoint.save_file):
+        return message_of(accelerator.save_pretrained, folder)
 
 
 def resume_replicas(root):
     layout, plan = {"pp_size": 2, "dp_replicate_size": 2}, plan_stages(LAYERS, 2)
-    accelerator = start(PipelineAccelerator, layout)
+    accelerator = start(PipelineAccelerator, layout, gradient_accumulation_steps=ACCUMULATION)
     run = Replica(accelerator, build_stage(tiny_model(), plan, accelerator.pipeline_parallel_rank))
     torch.manual_seed(20 + dist.get_rank())
-    run.train(range(2))
+    rates = run.train_epoch()
     accelerator.save_pretrained(f"{root}/policy")
-    accelerator.save_training_state(f"{root}/state", optimizer=run.optimizer, counters={"steps": 2})
-    straight, next_draw = run.train(range(2, 4)), float(torch.rand(()))
+    parts = {"optimizer": run.optimizer, "schedulers": [run.scheduler]}
+    accelerator.save_training_state(f"{root}/state", **parts, counters={"epoch": 1})
+    full = save_to_a_full_disk(accelerator, f"{root}/gloo")  # a name that must not pass for the backend's
+    second, straight, next_draw = run.train_epoch(), run.weights(), float(torch.rand(()))
 
-    accelerator = start(PipelineAccelerator, layout)
+    accelerator = start(PipelineAccelerator, layout, gradient_accumulation_steps=ACCUMULATION)
     run = Replica(accelerator, load_stage(f"{root}/policy", plan, accelerator.pipeline_parallel_rank))
-    steps = accelerator.load_training_state(f"{root}/state", optimizer=run.optimizer)["steps"]
-    resumed = run.train(range(steps, 4))
-    same = [name for name, weight in straight.items() if torch.equal(weight, resumed[name])]
-    report = {"differ": sorted(straight.keys() - set(same)), "draw": next_draw, "draw again": float(torch.rand(()))}
+    parts = {"optimizer": run.optimizer, "schedulers": [run.scheduler]}
+    assert accelerator.load_training_state(f"{root}/state", **parts) == {"epoch": 1}
+    again, resumed = run.train_epoch(), run.weights()
+    report = {
+        "differ": [name for name, weight in straight.items() if not torch.equal(weight, resumed[name])],
+        "weights": straight,
+        "rates": rates + second,
+        "rates again": rates + again,
+        "draw": next_draw,
+        "draw again": float(torch.rand(())),
+        "prepared": [type(part).__name__ for part in (run.stage, run.optimizer, run.scheduler, run.loader)],
+        "full": full,
+    }
 
     accelerator = start(PipelineAccelerator, {"dp_replicate_size": 4})  # two replicas that were not there
     stage = accelerator.prepare(load_stage(f"{root}/policy", plan_stages(LAYERS, 1), 0))
+    optimizer, scheduler = optimizer_and_scheduler(stage.parameters())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        accelerator.load_training_state(f"{root}/state", optimizer=torch.optim.AdamW(stage.parameters()))
+        accelerator.load_training_state(f"{root}/state", optimizer=optimizer, schedulers=[scheduler])
+    assert scheduler.last_epoch == 2 * 2 and optimizer.param_groups[0]["lr"] == rates[-1]
     return report | {"warned": [str(w.message) for w in caught if "random state" in str(w.message)]}
 
 
+def num_pidfds():
+    gc.collect()
+    places = Path("/proc/self/fd").iterdir()
+    return sum(place.is_symlink() and "pidfd" in os.readlink(place) for place in places)
+
+
+def lose_the_last_rank(pp_size, num_replicas, root):
+    """What this rank's calls raise once the last one was killed, by what they were doing, and when they all had."""
+    before = num_pidfds()
+    accelerator = start(PipelineAccelerator, {"pp_size": pp_size, "dp_replicate_size": num_replicas})
+    stage = build_stage(tiny_model(), plan_stages(LAYERS, pp_size), accelerator.pipeline_parallel_rank)
+    stage, optimizer = accelerator.prepare(stage, torch.optim.SGD(stage.parameters()))
+    for parameter in stage.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    watched = num_pidfds()
+    dist.barrier()
+    killed_at_s = time.monotonic()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    calls = {}
+    if accelerator.process_index == num_replicas - 1:  # in the pipeline of the dead
+        calls["clipping gradients"] = lambda: accelerator.clip_grad_norm_(stage.parameters(), 1.0)
+        calls["sharing random states"] = accelerator.synchronize_random_state
+    elif accelerator.pipeline_parallel_rank == pp_size - 1:
+        calls["averaging gradients"] = lambda: accelerator.reduce_gradients(stage.parameters())
+        calls["gathering"] = lambda: accelerator.gather(torch.ones(1))
+        calls["gathering objects"] = lambda: accelerator.gather_object([1])
+        calls["reducing"] = lambda: accelerator.reduce(torch.ones(1))
+    calls["waiting for everyone"] = accelerator.wait_for_everyone
+    if num_replicas == 1:  # where there are more, who is left may wait for another that has raised already
+        calls["saving policy"] = lambda: accelerator.save_pretrained("policy")
+        calls["saving state"] = lambda: accelerator.save_training_state("state", optimizer=optimizer)
+        calls["resuming from state"] = lambda: accelerator.load_training_state("state", optimizer=optimizer)
+    os.chdir(root)
+    messages = {what: message_of(call) for what, call in calls.items()}
+    seconds = time.monotonic() - killed_at_s
+    accelerator.end_training()
+    return messages, seconds, (before, watched, num_pidfds())
+
+
 def pipeline_cases(rank, pp_size, num_replicas, max_norm, root):
-    steps = {kind: step_pipeline(pp_size, num_replicas, kind, max_norm) for kind in STEPS}
-    resumed = resume_replicas(root) if num_replicas > 1 else None
-    return steps, talk_between_replicas(pp_size, num_replicas), resumed
+    """What the cases found goes to a file, since the last rank does not return."""
+    try:
+        steps = {kind: step_pipeline(pp_size, num_replicas, kind, max_norm) for kind in STEPS}
+        resumed = resume_replicas(root) if num_replicas > 1 else None
+        torch.save((steps, talk_between_replicas(pp_size, num_replicas), resumed), f"{root}/found-{rank}.pt")
+        return lose_the_last_rank(pp_size, num_replicas, root)
+    except Exception as error:
+        raise AssertionError(traceback.format_exc()) from error
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("pp_size", "num_replicas"), [(2, 2), (2, 1)])
-def test_a_pipeline_of_replicas_is_seen_as_its_replicas(run_ranks, tmp_path, pp_size, num_replicas):
-    max_norm = 0.05
-    by_rank = run_ranks(pipeline_cases, pp_size * num_replicas, pp_size, num_replicas, max_norm, str(tmp_path))
+def test_a_pipeline_of_replicas_is_seen_as_its_replicas(tmp_path, pp_size, num_replicas):
+    max_norm, num_ranks = 0.05, pp_size * num_replicas
+    outcomes = outcomes_of(pipeline_cases, num_ranks, pp_size, num_replicas, max_norm, str(tmp_path), timeout_s=120.0)
+    check_loss(outcomes)
+    by_rank = [torch.load(tmp_path / f"found-{rank}.pt", weights_only=False) for rank in range(num_ranks)]
     for kind in STEPS:
         model = tiny_model(kind)
         whole = next_token_gradients(model, token_batch(), pp_size * num_replicas)
@@ -403,9 +542,41 @@ def test_a_pipeline_of_replicas_is_seen_as_its_replicas(run_ranks, tmp_path, pp_
         check_resumed([resumed for *_, resumed in by_rank])
 
 
+def check_loss(outcomes):
+    *living, dead = outcomes
+    assert not any(outcome.text for outcome in outcomes), [outcome.text for outcome in outcomes]
+    assert dead.error == "died"
+    done = set()
+    for rank, outcome in enumerate(living):
+        messages, seconds, num_watched = outcome.value
+        done |= messages.keys()
+        for what, message in messages.items():
+            pattern = rf"PeerLost: rank {rank} lost the others in {what}: rank\(s\) \[(\d, )*{len(living)}\] ended"
+            assert re.match(pattern, message or ""), (rank, what, message)
+        assert seconds < 10.0
+        assert num_watched == (0, len(living), 0)
+    assert len(done) == (6 if len(living) == 1 else 7)
+
+
 def check_resumed(reports):
+    weights, rates = train_whole(num_replicas=2, num_epochs=2)
     assert len({report["draw"] for report in reports}) == len(reports)
     for rank, report in enumerate(reports):
+        assert report["prepared"] == [
+            "PolicyStage",
+            "AcceleratedOptimizer",
+            "DataParallelScheduler",
+            "DataLoaderShard",
+        ]
+        assert report["rates"] == report["rates again"] == rates
+        for name, weight in report["weights"].items():
+            whole = weights[name if name in weights else "model.embed_tokens.weight"]
+            torch.testing.assert_close(weight, whole, rtol=1e-4, atol=1e-5)
+        if rank == 2:
+            assert report["full"].startswith("OSError: [Errno 28]")
+        else:
+            assert report["full"].startswith("RuntimeError: could not "), report["full"]
+            assert "rank 2: OSError: [Errno 28] disk full" in report["full"]
         assert not report["differ"], f"rank {rank} did not go on as an uninterrupted run"
         assert report["draw again"] == report["draw"]
         assert len(report["warned"]) == (rank >= 2)

@@ -17,15 +17,15 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "pipeline_cotrain.py"
 LINE = re.compile(r"^step (\d+) loss (\S+) draft loss (\S+) accepted .*$", re.MULTILINE)
 
 
-def run(num_ranks: int, folder: Path, *options: str) -> list[tuple[int, float, float]]:
-    """Step, policy's loss and draft's loss of every line."""
+def run(num_ranks: int, folder: Path, *options: str, problem: str = "") -> list[tuple[int, float, float]]:
+    """Step, policy's loss and draft's loss of every line, of a run that ends well, or with `problem`."""
     foreign = ("ACCELERATE_", "PARALLELISM_CONFIG_", "RANK", "LOCAL_", "WORLD_SIZE", "MASTER_")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     environment |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(num_ranks)]
     command += [str(SCRIPT), "--output-dir", str(folder), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert bool(done.returncode) == bool(problem) and problem in done.stderr, done.stderr[-3000:]
     return [(int(step), float(loss), float(draft)) for step, loss, draft in LINE.findall(done.stdout)]
 
 
@@ -42,8 +42,16 @@ def test_a_resumed_run_equals_an_uninterrupted_one_on_as_many_ranks_and_on_more(
     # The draft follows a policy that starts near uniform: its loss rises while the policy sharpens, then it catches up.
     assert whole[-1][2] < 0.8 * max(draft for *_, draft in whole)
 
-    part = run(2, tmp_path / "part", "--max-steps", "5", "--save-steps", "3")
-    (tmp_path / "part" / "checkpoint-5" / "trainer_state.json").unlink()  # as if killed while it was written
+    # The second save finds the complete one of an earlier run in its place, and breaks off after the policy is replaced.
+    broken = tmp_path / "part" / "checkpoint-5"
+    shutil.copytree(tmp_path / "whole" / "checkpoint-36", broken)
+    (broken / ".state.new").write_text("not a folder")
+    part = run(2, tmp_path / "part", "--max-steps", "5", "--save-steps", "3", problem="File exists")
+    weights = [
+        (folder / "policy" / "model-00001-of-00002.safetensors")
+        for folder in (broken, tmp_path / "whole/checkpoint-36")
+    ]
+    assert weights[0].read_bytes() != weights[1].read_bytes()
     shutil.copytree(tmp_path / "part", tmp_path / "four")
     rest = run(2, tmp_path / "part", "--max-steps", "36", "--save-steps", "36", "--resume")
     assert part[:3] + rest == whole

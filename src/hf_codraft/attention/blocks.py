@@ -9,6 +9,7 @@ The rule: query i sees key j where both belong to one segment, `j <= i`, and, un
     x x x x     x x x       . . x
 """
 
+import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -29,7 +30,8 @@ class Shape(StrEnum):
 class Block:
     """Queries `[query_start, query_end)` against keys `[key_start, key_end)`: one kernel call.
 
-    Both ranges are rows of local tensors. Triangles are square.
+    Both ranges are rows of local tensors. Triangles are square, and nothing is empty: torch's CPU kernel ends the process
+    on no key.
     """
 
     query_start: int
@@ -37,6 +39,10 @@ class Block:
     key_start: int
     key_end: int
     shape: Shape = Shape.FULL
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.query_start < self.query_end and 0 <= self.key_start < self.key_end):
+            raise ValueError(f"a block needs a query and a key, got {self}; leave empty blocks out.")
 
     @property
     def num_pairs(self) -> int:
@@ -76,14 +82,33 @@ def _strip(a: int, b: int, keys: Run, window: int | None) -> Iterable[tuple[int,
         yield a, b, a, b, Shape.CAUSAL
 
 
-def pieces_of(segment: tuple[int, int], runs: Sequence[Run]) -> list[Run]:
-    """The parts of runs that lie in a segment."""
-    start, end = segment
+def pieces_of(span: tuple[int, int], runs: Sequence[Run]) -> list[Run]:
+    """The parts of ascending runs that lie in a span of the row, such as a segment."""
+    start, end = span
+    first = bisect.bisect_right(runs, start, key=lambda run: run.end)
+    last = bisect.bisect_left(runs, end, first, key=lambda run: run.start)
     return [
         Run(max(run.start, start), min(run.end, end), run.offset + max(start - run.start, 0))
-        for run in runs
-        if run.end > start and run.start < end
+        for run in runs[first:last]
     ]
+
+
+def runs_taken(runs: Sequence[Run], ranges: Iterable[tuple[int, int]]) -> tuple[Run, ...]:
+    """Where the tokens of some runs lie once the rows in `ranges`, ascending, are taken out one after another.
+
+    Args:
+        runs (`Sequence[Run]`): ascending, in tokens as in rows, without a gap between rows.
+        ranges (iterable of `(start, end)`): of rows, disjoint.
+    """
+    rows = [Run(run.offset, run.offset + run.end - run.start, run.start) for run in runs]  # tokens and rows swapped
+    taken: list[Run] = []
+    offset = 0
+    for span in ranges:
+        for part in pieces_of(span, rows):
+            num_tokens = part.end - part.start
+            taken.append(Run(part.offset, part.offset + num_tokens, offset))
+            offset += num_tokens
+    return tuple(taken)
 
 
 def visible_blocks(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hf_codraft.attention.blocks import needed_keys, num_in
+from hf_codraft.attention.blocks import needed_keys, num_in, runs_taken
 from hf_codraft.attention.layout import Run
 from hf_codraft.attention.merge import stat_zeros
 from hf_codraft.attention.shard import Shard
@@ -27,12 +27,24 @@ Gradients = tuple[torch.Tensor, torch.Tensor]  # of some keys and of their value
 
 @dataclass(frozen=True)
 class PeerKeys:
-    """Keys and values of one rank's tokens, as they lie in `runs`; made by [`KeyExchange`], read by `trunk`."""
+    """Keys and values of one rank's tokens, as they lie in `runs`; made by [`KeyExchange`], read by `trunk`.
+
+    Raises:
+        ValueError: if `runs` are not of these rows: blocks made of them would reach past the tensors.
+    """
 
     rank: int
     runs: tuple[Run, ...]
     k_TMD: torch.Tensor
     v_TMD: torch.Tensor
+
+    def __post_init__(self) -> None:
+        num_tokens = sum(run.end - run.start for run in self.runs)
+        if not num_tokens == len(self.k_TMD) == len(self.v_TMD):
+            raise ValueError(
+                f"runs of rank {self.rank} have {num_tokens} tokens, but k_TMD has {len(self.k_TMD)} rows and v_TMD "
+                f"{len(self.v_TMD)}; take all three from one exchange."
+            )
 
 
 class KeyExchange:
@@ -57,19 +69,9 @@ class KeyExchange:
 
     def runs_from(self, peer: int) -> tuple[Run, ...]:
         """Which tokens this rank gets from a peer on the direct route, and where they lie in what it gets."""
-        return self.shard.once(("runs from", peer, self.window), lambda: self._runs_from(peer))
-
-    def _runs_from(self, peer: int) -> tuple[Run, ...]:
-        runs: list[Run] = []
-        offset = 0
-        for start, end in self.ranges(self.rank, peer):
-            for run in self.shard.layout.runs(peer):
-                a, b = max(start, run.offset), min(end, run.offset + run.end - run.start)
-                if a < b:
-                    token = run.start + a - run.offset
-                    runs.append(Run(token, token + b - a, offset))
-                    offset += b - a
-        return tuple(sorted(runs, key=lambda run: run.start))
+        # by the ranges themselves: trunks and every choice of draft blocks share one shard
+        ranges = self.ranges(self.rank, peer)
+        return self.shard.once(("runs taken", peer, ranges), lambda: runs_taken(self.shard.layout.runs(peer), ranges))
 
     def num_from(self, query_rank: int, key_rank: int) -> int:
         """Tokens of `key_rank` that travel to `query_rank` on the direct route."""

@@ -5,11 +5,11 @@ keys are never expanded for a kernel that can group heads itself), D head size.
 
 | kernel | where | dtypes |
 |---|---|---|
-| `aten` | torch's flash attention on CPU; on CUDA the same (fp16, bf16) or memory-efficient (fp32) | what torch has |
-| `flash_attn` | the flash-attn package | fp16, bf16 |
+| `aten` | torch's flash attention on CPU; on CUDA the same (fp16, bf16) or memory-efficient (fp32) | on CUDA no fp64 |
+| `flash_attn` | the flash-attn package, 2.7 or later, on CUDA | fp16, bf16 |
 | `eager` | explicit probabilities, everywhere | any; the oracle |
 
-Nothing of the CUDA paths has run on a GPU yet.
+Nothing of the CUDA paths has run on a GPU yet; of `flash_attn`, the calls are checked against a stand-in for the package.
 """
 
 import torch
@@ -33,7 +33,17 @@ def check_kernel(kernel: str, q_QND: torch.Tensor) -> None:
                 f"kernel='flash_attn' needs fp16 or bf16 tensors on a GPU, got {q_QND.dtype} on {q_QND.device.type}; use "
                 "kernel='aten'."
             )
+        if q_QND.shape[-1] % 8 or q_QND.shape[-1] > 256:
+            raise ValueError(
+                f"kernel='flash_attn' needs a head_dim that is a multiple of 8 up to 256, got {q_QND.shape[-1]}; use "
+                "kernel='aten'."
+            )
         require("flash_attn", extra="flash-attn")
+    if kernel == "aten" and q_QND.device.type == "cuda" and q_QND.dtype == torch.float64:
+        raise ValueError(
+            f"kernel='aten' has no kernel for {q_QND.dtype} on {q_QND.device.type}, which keeps a log-sum-exp; use "
+            "kernel='eager', or fp32."
+        )
 
 
 def _swap(x_BQND: torch.Tensor) -> torch.Tensor:

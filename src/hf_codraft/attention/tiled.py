@@ -31,8 +31,8 @@ class TiledPasses:
 
     Args:
         project (callable): keys and values `(tokens, kv_heads, head_dim)` of a slice of this rank's tokens.
-        tile_loss (callable): from the trunk, a tile's queries and their slice of `rows`: the tile's loss (with a gradient)
-            and its statistics (without, of one shape). It is called with an empty slice too.
+        tile_loss (callable): from the trunk, a tile's queries and their slice of `rows`: the tile's loss (with a gradient,
+            if anything learns) and its statistics (without, of one shape). Both are called with an empty slice too.
         shard ([`Shard`]): this rank's part of the row.
         rows (`torch.Tensor` of shape `(queries,)`, int64): ascending rows of this rank's tokens that query.
         tile_size (`int`): queries, or tokens to project, at a time.
@@ -82,10 +82,61 @@ def _rounds(passes: TiledPasses, trunk: Trunk) -> int:
     return int(max(own, *(x.item() for x in shard.gather(count))))
 
 
-def _add_(sums: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]) -> None:
-    for total, grad in zip(sums, grads, strict=True):
-        if grad is not None:
-            total.add_(grad)
+class _TileTrunk(Trunk):
+    """A trunk whose passes find its keys' gradients, whether or not their queries have one.
+
+    Its keys and values are outside of the tiles' graphs, so a pass is in a graph by its queries alone. Where only the
+    projections of keys and values learn, those of the first pass would be missed.
+
+    Args:
+        tie (`torch.Tensor`, scalar, *optional*): a zero that asks for a gradient, where keys or values do.
+    """
+
+    tie: torch.Tensor | None = None
+
+    def attend(
+        self,
+        q_AND: torch.Tensor,
+        queries: Queries,
+        *,
+        branch_k: Sequence[torch.Tensor] = (),
+        branch_v: Sequence[torch.Tensor] = (),
+    ) -> torch.Tensor:
+        if self.tie is not None and not q_AND.requires_grad:
+            q_AND = q_AND + self.tie
+        return super().attend(q_AND, queries, branch_k=branch_k, branch_v=branch_v)
+
+
+def _open_trunk(passes: TiledPasses, token_tiles: list[slice], *, is_differentiated: bool) -> _TileTrunk:
+    parts = [passes.project(tile) for tile in token_tiles]
+    k_TMD, v_TMD = (torch.cat(column) for column in zip(*parts))
+    del parts
+    trunk = _TileTrunk(
+        k_TMD, v_TMD, shard=passes.shard, scale=passes.scale, window=passes.window, num_kept=passes.num_kept,
+        max_kept_bytes=passes.max_kept_bytes, kernel=passes.kernel,
+    )  # fmt: skip
+    if is_differentiated:
+        with torch.enable_grad():
+            asks_gradient = any(x.requires_grad for x in passes.project(slice(0, 0)))
+        trunk.tie = torch.zeros((), device=k_TMD.device, requires_grad=True) if asks_gradient else None
+    return trunk
+
+
+def _add_gradients_(
+    sums: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor],
+    grad_outputs: Sequence[torch.Tensor | None],
+) -> None:
+    """Adds the gradients of the first inputs, one for each of the sums; an output of frozen weights alone has none."""
+    pairs = [(x, grad) for x, grad in zip(outputs, grad_outputs, strict=True) if x.requires_grad]
+    if not pairs:
+        return
+    with_graph, grads = zip(*pairs)
+    gradients = torch.autograd.grad(with_graph, inputs, grads, allow_unused=True)
+    for total, gradient in zip(sums, gradients):
+        if gradient is not None:
+            total.add_(gradient)
 
 
 class _TiledLoss(torch.autograd.Function):
@@ -93,33 +144,27 @@ class _TiledLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, passes: TiledPasses, *parameters: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        token_tiles = passes.tiles(passes.shard.num_tokens) or [slice(0, 0)]
+        token_tiles, is_differentiated = passes.tiles(passes.shard.num_tokens) or [slice(0, 0)], bool(parameters)
         sums = [stat_zeros(parameter) for parameter in parameters]  # bf16 would lose all but the first few tiles
         with _no_autocast_cache():
-            parts = [passes.project(tile) for tile in token_tiles]
-            k_TMD, v_TMD = (torch.cat(column) for column in zip(*parts))
-            del parts
-            trunk = Trunk(
-                k_TMD, v_TMD, shard=passes.shard, scale=passes.scale, window=passes.window, num_kept=passes.num_kept,
-                max_kept_bytes=passes.max_kept_bytes, kernel=passes.kernel,
-            )  # fmt: skip
-            queries = trunk.queries(passes.rows)
-            loss_sum, statistics = torch.zeros((), dtype=torch.float32, device=k_TMD.device), None
+            trunk = _open_trunk(passes, token_tiles, is_differentiated=is_differentiated)
+            queries, tie, dtype = trunk.queries(passes.rows), trunk.tie, trunk.k_TMD.dtype
+            inputs = [*parameters, *([] if tie is None else [tie])]
+            loss_sum, statistics = torch.zeros((), dtype=torch.float32, device=trunk.k_TMD.device), None
             for tile in passes.tiles(len(passes.rows), max(_rounds(passes, trunk), 1)):
-                with torch.enable_grad():
+                with torch.set_grad_enabled(is_differentiated):
                     loss, stats = passes.tile_loss(trunk, queries.part(tile.start, tile.stop), tile)
-                    _add_(sums, torch.autograd.grad(loss, parameters, allow_unused=True))
+                    _add_gradients_(sums, inputs, [loss], [None])
                 loss_sum = loss_sum + loss.detach()  # a bf16 loss is summed in fp32, an fp64 one in fp64
                 statistics = stats if statistics is None else statistics + stats
                 del loss, stats
-            grad_k, grad_v = (x.to(k_TMD.dtype) for x in trunk.take_gradients())
+            if is_differentiated:
+                # collective: no rank leaves it out, whatever learns on it
+                grad_k, grad_v = (x.to(dtype) for x in trunk.take_gradients())
             del trunk, queries
-            for tile in token_tiles:
+            for tile in [] if tie is None else token_tiles:
                 with torch.enable_grad():
-                    outputs = passes.project(tile)
-                    _add_(
-                        sums, torch.autograd.grad(outputs, parameters, (grad_k[tile], grad_v[tile]), allow_unused=True)
-                    )
+                    _add_gradients_(sums, parameters, passes.project(tile), [grad_k[tile], grad_v[tile]])
         ctx.save_for_backward(*[total.to(p.dtype) for total, p in zip(sums, parameters, strict=True)])
         assert statistics is not None
         ctx.mark_non_differentiable(statistics)
@@ -133,10 +178,13 @@ class _TiledLoss(torch.autograd.Function):
 def tiled_loss(passes: TiledPasses, parameters: Sequence[nn.Parameter]) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss and statistics summed over all tiles; the gradient of the loss is ready when this returns. Collective.
 
+    Where no parameter asks for a gradient or grad mode is off, only the forward runs, and no gradient travels. Both must
+    be alike on all ranks.
+
     Args:
         passes ([`TiledPasses`]): what to run.
         parameters (`Sequence[nn.Parameter]`): everything that the loss depends on and that asks for a gradient; whole
-            tensors. Their gradients are summed over the tiles in fp32 (fp64 for fp64).
+            tensors; frozen ones are left out. Their gradients are summed over the tiles in fp32 (fp64 for fp64).
 
     Raises:
         ValueError: a parameter is sharded (FSDP2 below the module whose forward calls this).
@@ -149,4 +197,5 @@ def tiled_loss(passes: TiledPasses, parameters: Sequence[nn.Parameter]) -> tuple
             "call fully_shard on the module whose forward computes the loss and on none below it, or use no tiles "
             "(chunk_size=None)."
         )
-    return _TiledLoss.apply(passes, *parameters)
+    learning = [parameter for parameter in parameters if parameter.requires_grad] if torch.is_grad_enabled() else []
+    return _TiledLoss.apply(passes, *learning)

@@ -18,6 +18,7 @@ return once.
 import copy
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -73,6 +74,14 @@ def _clip_runs(runs: tuple[Run, ...], start: int, end: int) -> tuple[Run, ...]:
     return tuple(clipped)
 
 
+@dataclass
+class _Found:
+    """What passes have found for own and kept keys, in that order; one for all that share a trunk's passes."""
+
+    backward_id: int | None = None  # of the backward that found it; None where the gradients are taken by hand
+    gradients: list[Gradients] = field(default_factory=list)
+
+
 class Trunk:
     """Keys and values of a packed, sharded row, open for any number of passes. Making one is collective.
 
@@ -118,7 +127,7 @@ class Trunk:
         self.shard, self.scale, self.window, self.route, self.kernel = shard, scale, window, route, kernel
         self.num_kept = 0 if route == "ring" else others if num_kept is None else min(max(num_kept, 0), others)
         self.exchange = KeyExchange(shard, window=window)
-        self._gradients: list[Gradients] = []  # of own and kept keys; one list for all that share this trunk's passes
+        self._found = _Found()
         self._bare = copy.copy(self)
         self.k_TMD, self.v_TMD = k_TMD.detach(), v_TMD.detach()
         self._kept = list(self.exchange.fetch(self.k_TMD, self.v_TMD, range(1, self.num_kept + 1)))
@@ -197,8 +206,13 @@ class Trunk:
             `torch.Tensor` of shape `(queries, heads, head_dim)` in the dtype of `q_AND`.
 
         Raises:
-            ValueError: if a tensor's shape does not fit the queries and the trunk's keys.
+            ValueError: if a tensor's shape does not fit the queries and the trunk's keys, or the queries the trunk.
         """
+        if (queries.layout, queries.window) != (self.shard.layout, self.window):
+            raise ValueError(
+                f"queries were made by a trunk of another layout or of window {queries.window}, not {self.window}; make them "
+                "by this trunk's queries()."
+            )
         _check_pass(self.k_TMD, q_AND, queries, branch_k, branch_v)
         return _Attend.apply(q_AND, self._opened, self, queries, len(branch_k), *branch_k, *branch_v)
 
@@ -241,26 +255,45 @@ class Trunk:
             )  # fmt: skip
             return grad_k, grad_v
 
-        if not self._gradients:
-            self._gradients += [_zeros(keys) for keys in (own, *self._kept)]
-        own_grad_k, own_grad_v = self._gradients[0]
+        gradients_found = self._gradients()
+        own_grad_k, own_grad_v = gradients_found[0]
         if is_ring:
             grad_k, grad_v = self.exchange.circulate_gradients(self.k_TMD, self.v_TMD, differentiate)
             own_grad_k += grad_k
             own_grad_v += grad_v
             return
-        for keys, gradients in zip((own, *self._kept), self._gradients):
+        for keys, gradients in zip((own, *self._kept), gradients_found):
             differentiate(keys, *gradients)
         streamed = zip(self._streamed_steps(), self._streamed())
         found = ((step, differentiate(keys, *_zeros(keys))) for step, keys in streamed)
         self.exchange.return_gradients(found, own_grad_k, own_grad_v)
 
+    def _gradients(self) -> list[Gradients]:
+        """Of own and kept keys, as found so far."""
+        if not self._found.gradients:
+            own = self.exchange.own(self.k_TMD, self.v_TMD)
+            self._found.gradients += [_zeros(keys) for keys in (own, *self._kept)]
+        return self._found.gradients
+
+    def begin_backward(self, backward_id: int | None) -> None:
+        """Forgets what another backward has found and not taken.
+
+        `torch.autograd.grad(loss, [weight])` for a weight before the queries runs the passes and never asks for the
+        keys' gradients; the next backward runs the same passes again.
+        """
+        if self._found.backward_id != backward_id:
+            self._found.backward_id = backward_id
+            self._found.gradients.clear()
+
     def take_gradients(self) -> Gradients:
-        """The gradients of this rank's keys and values over all passes and ranks, and forgets them. Collective."""
-        if not self._gradients:
-            self._gradients += [_zeros(keys) for keys in (self.exchange.own(self.k_TMD, self.v_TMD), *self._kept)]
-        own = self._gradients.pop(0)
-        found = ((step, self._gradients.pop(0)) for step in range(1, self.num_kept + 1))
+        """The gradients of this rank's keys and values over all passes and ranks, and forgets them. Collective.
+
+        For keys and values that are outside of the graph: it sums over every backward since the last call. Where they
+        are in the graph, their gradients come through it.
+        """
+        gradients = self._gradients()
+        own = gradients.pop(0)
+        found = ((step, gradients.pop(0)) for step in range(1, self.num_kept + 1))
         self.exchange.return_gradients(found, *own)
         return own
 
@@ -355,6 +388,9 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, grad_AND: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q_AND, out, lse, *others = ctx.saved_tensors
         branch, trunk = others[: 2 * ctx.num_branch], ctx.bare.holding(others[2 * ctx.num_branch :])
+        is_opened_in_graph = ctx.needs_input_grad[1]  # else whoever opened the trunk takes its gradients
+        # torch's own checkpoints tell backwards apart by this id; it has no public name
+        trunk.begin_backward(torch._C._current_graph_task_id() if is_opened_in_graph else None)
         num_heads, num_kv_heads = q_AND.shape[1], trunk.k_TMD.shape[1]
         grad_q = stat_zeros(q_AND)
         trunk.differentiate_(grad_q, grad_AND, q_AND, out, lse, ctx.queries)

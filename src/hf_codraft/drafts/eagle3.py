@@ -332,7 +332,13 @@ class Eagle3Draft(PreTrainedModel):
         return torch.stack(outputs)
 
     def forward(
-        self, batch: PackedBatch, policy: PolicyWeights, anchors_A: torch.Tensor, *, num_passes: int
+        self,
+        batch: PackedBatch,
+        policy: PolicyWeights,
+        anchors_A: torch.Tensor,
+        *,
+        num_passes: int,
+        kernel: str = "aten",
     ) -> torch.Tensor:
         """The draft's states after its final norm, pass by pass: `(passes, anchors, hidden)`.
 
@@ -341,9 +347,10 @@ class Eagle3Draft(PreTrainedModel):
             policy ([`PolicyWeights`]): lends the embeddings.
             anchors_A (`torch.Tensor` of shape `(anchors,)`, int64): ascending rows of the batch that draft.
             num_passes (`int`): passes of the training-time test; the number of tokens drafted in serving.
+            kernel (`str`): of the attention, see `attention.kernels`.
         """
         ahead = _Ahead.of(batch, num_passes)
-        return self._forward(batch, policy, ahead, anchors_A, num_passes, max_kept_bytes=None)
+        return self._forward(batch, policy, ahead, anchors_A, num_passes, max_kept_bytes=None, kernel=kernel)
 
     def _forward(
         self,
@@ -354,11 +361,19 @@ class Eagle3Draft(PreTrainedModel):
         num_passes: int,
         *,
         max_kept_bytes: int | None,
+        kernel: str,
     ) -> torch.Tensor:
         attention = self.midlayer.self_attn
         start = self._start(batch, policy, ahead, slice(None))
         k_TMD, v_TMD = attention.key_value(start.read, start.rotary)
-        trunk = Trunk(k_TMD, v_TMD, shard=batch.shard, scale=attention.head_dim**-0.5, max_kept_bytes=max_kept_bytes)
+        trunk = Trunk(
+            k_TMD,
+            v_TMD,
+            shard=batch.shard,
+            scale=attention.head_dim**-0.5,
+            max_kept_bytes=max_kept_bytes,
+            kernel=kernel,
+        )
         return self._run_passes(
             trunk, trunk.queries(anchors_A), start.at(anchors_A), policy, ahead, anchors_A, num_passes
         )
@@ -374,6 +389,7 @@ class Eagle3Draft(PreTrainedModel):
         pass_weights: tuple[float, ...] | None = None,
         chunk_size: int | None = 512,
         max_kept_bytes: int | None = None,
+        kernel: str = "aten",
     ) -> DraftLoss:
         """Loss of the training-time test over every supervised position of a batch (see [`losses.draft_loss`]).
 
@@ -393,6 +409,7 @@ class Eagle3Draft(PreTrainedModel):
             chunk_size (`int`, *optional*): anchors at a time; `None` for all at once.
             max_kept_bytes (`int`, *optional*): bytes that a rank may spend on other ranks' keys and their gradients; what
                 does not fit comes anew in every pass (see [`Trunk`]). All is kept by default.
+            kernel (`str`): of the attention, see `attention.kernels`.
         """
         ahead = _Ahead.of(batch, num_passes)
         mask_KT = ahead.mask_KT
@@ -431,7 +448,9 @@ class Eagle3Draft(PreTrainedModel):
 
         # a rank's own number of anchors may decide only where no other rank waits for this one's gradients
         if chunk_size is None or (batch.layout.world == 1 and len(anchors_A) <= chunk_size):
-            hidden_KAH = self._forward(batch, policy, ahead, anchors_A, num_passes, max_kept_bytes=max_kept_bytes)
+            hidden_KAH = self._forward(
+                batch, policy, ahead, anchors_A, num_passes, max_kept_bytes=max_kept_bytes, kernel=kernel
+            )
             loss = loss_at(anchors_A, hidden_KAH)
             total, loss_sum_K, accept_sum_K = loss.loss, loss.loss_sum_K, loss.accept_sum_K
         else:
@@ -450,11 +469,9 @@ class Eagle3Draft(PreTrainedModel):
 
             passes = TiledPasses(
                 project, tile_loss, batch.shard, anchors_A, tile_size=chunk_size, scale=attention.head_dim**-0.5,
-                max_kept_bytes=max_kept_bytes,
+                max_kept_bytes=max_kept_bytes, kernel=kernel,
             )  # fmt: skip
-            total, (loss_sum_K, accept_sum_K) = tiled_loss(
-                passes, [parameter for parameter in self.parameters() if parameter.requires_grad]
-            )
+            total, (loss_sum_K, accept_sum_K) = tiled_loss(passes, list(self.parameters()))
         return DraftLoss(
             total, loss_sum_K, accept_sum_K, mask_KT.sum(1), num_covered=num_covered, num_supervised=num_supervised
         )

@@ -1,8 +1,9 @@
 """Accelerators whose groups come from one device mesh: for context parallelism, and for pipelines."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -18,25 +19,34 @@ from hf_codraft.parallel.checkpoint import (
     save_pretrained_stages,
     save_training_state,
     set_random_state,
+    together,
 )
 from hf_codraft.parallel.config import CoDraftParallelismConfig
 from hf_codraft.parallel.stages import PolicyStage
+from hf_codraft.taps.peers import Peers
+
+T = TypeVar("T")
 
 
 class DataParallelScheduler(AcceleratedScheduler):
     """accelerate's scheduler, which makes one step per data-parallel process, counting those instead of all ranks.
 
     Args:
-        scheduler, optimizers, step_with_optimizer: as in accelerate.
+        scheduler, optimizers: as in accelerate.
         num_steps (`int`): scheduler steps per optimizer step.
     """
 
-    def __init__(self, scheduler, optimizers, *, num_steps: int, step_with_optimizer: bool):
-        super().__init__(scheduler, optimizers, step_with_optimizer=step_with_optimizer, split_batches=True)
+    def __init__(self, scheduler, optimizers, *, num_steps: int):
+        super().__init__(scheduler, optimizers, split_batches=True)
         self.num_steps = num_steps
 
     def step(self, *args, **kwargs) -> None:
-        for _ in range(self.num_steps if self.gradient_state.sync_gradients else 1):
+        is_last = self.gradient_state.sync_gradients
+        has_end = is_last and hasattr(self.scheduler, "total_steps")
+        for _ in range(self.num_steps if is_last else 1):
+            # As in accelerate: a OneCycleLR may end between the steps of one call, and refuses to go on.
+            if has_end and self.scheduler._step_count > self.scheduler.total_steps:
+                return
             super().step(*args, **kwargs)
 
 
@@ -94,15 +104,10 @@ class MeshAccelerator(Accelerator):
         return 1 if group is None else group.size()
 
     def prepare_scheduler(self, scheduler):
-        if isinstance(scheduler, AcceleratedScheduler):
+        if isinstance(scheduler, AcceleratedScheduler) or self.split_batches or not self.step_scheduler_with_optimizer:
             return super().prepare_scheduler(scheduler)
         optimizers = [o for o in self._optimizers if o.optimizer is scheduler.optimizer] or self._optimizers
-        prepared = DataParallelScheduler(
-            scheduler,
-            optimizers,
-            num_steps=self.axis_size("dp") if self.step_scheduler_with_optimizer and not self.split_batches else 1,
-            step_with_optimizer=self.step_scheduler_with_optimizer,
-        )
+        prepared = DataParallelScheduler(scheduler, optimizers, num_steps=self.axis_size("dp"))
         self._schedulers.append(prepared)
         return prepared
 
@@ -147,9 +152,11 @@ class ContextParallelAccelerator(MeshAccelerator):
         Args:
             local_sum (`torch.Tensor` of shape `()`): sum of this rank's terms; 0 (with a graph) where it has none.
             global_count (`torch.Tensor` or `float`): items on all ranks, over all microbatches of the optimizer step;
-                see [`global_sum`].
+                see [`global_sum`]. Where there is none at all, the loss and its gradient are 0.
         """
-        return local_sum * (self.axis_size("dp_cp") * self.gradient_accumulation_steps) / global_count
+        count = torch.as_tensor(global_count, device=local_sum.device)
+        count = torch.where(count == 0, torch.ones_like(count), count)
+        return local_sum * (self.axis_size("dp_cp") * self.gradient_accumulation_steps) / count
 
 
 class PipelineAccelerator(MeshAccelerator):
@@ -161,6 +168,8 @@ class PipelineAccelerator(MeshAccelerator):
     `wait_for_everyone` waits for all ranks.
 
     Models stay unwrapped. After the backward of the last microbatch call [`reduce_gradients`], then `clip_grad_norm_`.
+
+    All ranks make it at the same time. Where a rank dies, the methods that talk to it raise [`PeerLost`], which names it.
 
     accelerate's functions of the same names (`accelerate.utils.gather_object`, `set_seed(device_specific=True)`) see all
     ranks; use the methods.
@@ -177,6 +186,20 @@ class PipelineAccelerator(MeshAccelerator):
                 f"mixed_precision ({self.mixed_precision!r}) must be 'no': stages are not wrapped in autocast. Load them in "
                 "the dtype to train in (load_stage(dtype=torch.bfloat16))."
             )
+        self._all_ranks = None if self.torch_device_mesh is None else dist.group.WORLD
+        self._peers = None if self._all_ranks is None else Peers(self._all_ranks)
+
+    def _naming(self, what: str) -> AbstractContextManager[None]:
+        return nullcontext() if self._peers is None else self._peers.naming(what)
+
+    def wait_for_everyone(self) -> None:
+        with self._naming("waiting for everyone"):
+            super().wait_for_everyone()
+
+    def end_training(self) -> None:
+        super().end_training()
+        if self._peers is not None:
+            self._peers.close()
 
     # How a replica is seen
 
@@ -232,6 +255,11 @@ class PipelineAccelerator(MeshAccelerator):
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
         if group is None or not trainable:
             return
+        with self._naming("averaging gradients"):
+            self._average_gradients(trainable, group, bucket_bytes)
+            self._share_tied_gradient(trainable)
+
+    def _average_gradients(self, trainable: list[nn.Parameter], group: dist.ProcessGroup, bucket_bytes: int) -> None:
         has_gradient = torch.tensor([p.grad is not None for p in trainable], dtype=torch.int32, device=self.device)
         dist.all_reduce(has_gradient, dist.ReduceOp.MAX, group=group)
         bucket: list[torch.Tensor] = []
@@ -249,7 +277,6 @@ class PipelineAccelerator(MeshAccelerator):
                 bucket = []
         if bucket:
             _average(bucket, group)
-        self._share_tied_gradient(trainable)
 
     def _share_tied_gradient(self, reduced: list[nn.Parameter]) -> None:
         """Sends a tied weight's gradient from the first stage to the last."""
@@ -292,7 +319,8 @@ class PipelineAccelerator(MeshAccelerator):
         group, is_max = self.pipeline_group, norm_type == float("inf")
         if group is not None:
             total = norm if is_max else norm**norm_type
-            dist.all_reduce(total, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
+            with self._naming("clipping gradients"):
+                dist.all_reduce(total, dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
             norm = total if is_max else total ** (1.0 / norm_type)
         norm = norm.float()
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
@@ -302,7 +330,8 @@ class PipelineAccelerator(MeshAccelerator):
 
     def gather(self, tensor):
         """As in accelerate (joined along the first dimension, scalars as one element), over the replicas."""
-        return recursively_apply(self._gather_one, tensor, error_on_other_type=True)
+        with self._naming("gathering"):
+            return recursively_apply(self._gather_one, tensor, error_on_other_type=True)
 
     def _gather_one(self, tensor: torch.Tensor) -> torch.Tensor:
         group = self.axis_group("dp")
@@ -319,7 +348,8 @@ class PipelineAccelerator(MeshAccelerator):
         if group is None:
             return objects
         parts: list = [None] * group.size()
-        dist.all_gather_object(parts, objects, group=group)
+        with self._naming("gathering objects"):
+            dist.all_gather_object(parts, objects, group=group)
         return [item for part in parts for item in part]
 
     def gather_for_metrics(self, input_data, use_gather_object: bool = False):
@@ -350,7 +380,8 @@ class PipelineAccelerator(MeshAccelerator):
                 dist.all_reduce(tensor, dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM, group=group)
             return tensor / self.num_processes if reduction == "mean" else tensor
 
-        return recursively_apply(reduce_one, tensor, error_on_other_type=True)
+        with self._naming("reducing"):
+            return recursively_apply(reduce_one, tensor, error_on_other_type=True)
 
     def pad_across_processes(self, tensor, dim: int = 0, pad_index: int = 0, pad_first: bool = False):
         """As in accelerate: padded along `dim` to the longest of the replicas."""
@@ -374,29 +405,41 @@ class PipelineAccelerator(MeshAccelerator):
         if self.pipeline_group is None:
             return
         states = [random_state()]
-        dist.broadcast_object_list(states, group=self.pipeline_group, group_src=0)
+        with self._naming("sharing random states"):
+            dist.broadcast_object_list(states, group=self.pipeline_group, group_src=0)
         set_random_state(states[0])
 
     # Checkpoints of the stages that were prepared; all ranks of all replicas call
 
     def save_pretrained(self, folder: str | Path, **kwargs: Any) -> None:
-        """[`save_pretrained_stages`] by the first replica; the others wait."""
-        if self.process_index == 0:
-            save_pretrained_stages(self._stages, self.pipeline_group, folder, **kwargs)
-        self.wait_for_everyone()
+        """[`save_pretrained_stages`] by the first replica; the others wait, and raise where it fails."""
+
+        def save() -> None:
+            if self.process_index == 0:
+                save_pretrained_stages(self._stages, self.pipeline_group, folder, **kwargs)
+
+        self._with_files(f"saving {folder}", lambda: together(self._all_ranks, f"save {folder}", save))
 
     def save_training_state(self, folder: str | Path, **kwargs: Any) -> None:
         """[`save_training_state`] of the prepared stages, with the random states of all replicas."""
-        save_training_state(folder, **self._place(), **kwargs)
+        self._with_files(f"saving {folder}", lambda: save_training_state(folder, **self._place(), **kwargs))
 
     def load_training_state(self, folder: str | Path, **kwargs: Any) -> dict[str, Any]:
         """[`load_training_state`] into the prepared stages."""
-        return load_training_state(folder, **self._place(), **kwargs)
+        return self._with_files(
+            f"resuming from {folder}", lambda: load_training_state(folder, **self._place(), **kwargs)
+        )
+
+    def _with_files(self, what: str, action: Callable[[], T]) -> T:
+        try:
+            return action()
+        except dist.DistError:  # a plain RuntimeError tells of a rank that lives, in words that may look like gloo's
+            with self._naming(what):
+                raise
 
     def _place(self) -> dict[str, Any]:
-        group = None if self.torch_device_mesh is None else dist.group.WORLD
         rank = self.pipeline_parallel_rank
-        return dict(group=group, stages=self._stages, replica=self.process_index, pipeline_rank=rank)
+        return dict(group=self._all_ranks, stages=self._stages, replica=self.process_index, pipeline_rank=rank)
 
     # What would treat a stage as a whole model
 

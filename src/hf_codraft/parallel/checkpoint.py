@@ -39,8 +39,13 @@ T = TypeVar("T")
 # Writing together
 
 
-def _together(group: dist.ProcessGroup | None, purpose: str, action: Callable[[], T]) -> list[T]:
-    """Runs `action` on every rank of `group` and returns what each made; where one fails, all raise."""
+def together(group: dist.ProcessGroup | None, purpose: str, action: Callable[[], T]) -> list[T]:
+    """Runs `action` on every rank of `group` and returns what each made; where one fails, all raise.
+
+    Raises:
+        RuntimeError: names the ranks of the job that failed, and why; a failing rank raises its own error.
+        DistError: (a `RuntimeError`) if another rank could not be waited for: it died, or took too long.
+    """
     if group is None:
         return [action()]
     rank = dist.get_rank(group)
@@ -54,10 +59,15 @@ def _together(group: dist.ProcessGroup | None, purpose: str, action: Callable[[]
     try:
         dist.all_gather_object(reports, report, group=group)
     except RuntimeError as error:
-        raise RuntimeError(f"rank {rank} of {group.size()} waited for the others to {purpose}: {error}") from error
+        # One class for every backend, apart from the errors of ranks that live and could not write.
+        raise dist.DistError(f"rank {rank} of {group.size()} waited for the others to {purpose}: {error}") from error
     if failure is not None:
         raise failure
-    problems = [f"rank {other}: {problem}" for other, (_, problem) in enumerate(reports) if problem is not None]
+    problems = [
+        f"rank {dist.get_global_rank(group, other)}: {problem}"
+        for other, (_, problem) in enumerate(reports)
+        if problem is not None
+    ]
     if problems:
         raise RuntimeError(f"could not {purpose}: {'; '.join(problems)}")
     return [result for result, _ in reports]
@@ -75,7 +85,7 @@ def _write_together(
 ) -> None:
     """`write_part(fresh)` on all ranks, `finish(fresh, parts)` on the first, then `fresh` takes the place of `folder`."""
     lead, fresh = _is_lead(group), fresh_folder(folder)
-    _together(group, f"make {fresh}", lambda: begin_folder(folder) if lead else None)
+    together(group, f"make {fresh}", lambda: begin_folder(folder) if lead else None)
 
     def write() -> T:
         if not fresh.is_dir():
@@ -89,8 +99,8 @@ def _write_together(
         finish_folder(folder)
 
     try:
-        parts = _together(group, f"write {folder}", write)
-        _together(group, f"complete {folder}", lambda: complete() if lead else None)
+        parts = together(group, f"write {folder}", write)
+        together(group, f"complete {folder}", lambda: complete() if lead else None)
     except Exception:
         if lead:  # the disk may be full
             shutil.rmtree(fresh, ignore_errors=True)
@@ -328,7 +338,7 @@ def load_training_state(
     """
     folder = Path(folder)
     rank = _rank(group) if pipeline_rank is None else pipeline_rank
-    _together(group, f"look for {folder}", lambda: recover_folder(folder) if _is_lead(group) else None)
+    together(group, f"look for {folder}", lambda: recover_folder(folder) if _is_lead(group) else None)
 
     def read() -> dict[str, Any]:
         if not (folder / COMMON_STATE).is_file():
@@ -346,7 +356,7 @@ def load_training_state(
         _restore_random_state(folder, replica, rank)
         return common["counters"]
 
-    return _together(group, f"resume from {folder}", read)[_rank(group)]
+    return together(group, f"resume from {folder}", read)[_rank(group)]
 
 
 def _rank(group: dist.ProcessGroup | None) -> int:

@@ -1,9 +1,7 @@
 """Packed, sharded rows through a Hugging Face causal LM: one `attn_implementation`, with the layout as an argument.
 
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation=register_attention())
-    inputs = packed_inputs(token_ids_T, shard)
-    num_items = <supervised tokens of all ranks>
-    loss = model(**inputs, num_items_in_batch=num_items).loss  # this rank's part: the ranks' sum is the mean over tokens
+    loss = model(**packed_inputs(token_ids_T, shard)).loss  # this rank's part: the ranks' sum is the mean over targets
 
 transformers hands keyword arguments that it does not know from the model call down to the attention function, through
 PEFT, DDP, FSDP2 and gradient checkpointing, so `shard` reaches every layer without any state in between. Its own masks,
@@ -39,7 +37,11 @@ def register_attention() -> str:
 
 
 def packed_inputs(
-    token_ids_T: torch.Tensor, shard: Shard, *, supervised_T: torch.Tensor | None = None
+    token_ids_T: torch.Tensor,
+    shard: Shard,
+    *,
+    supervised_T: torch.Tensor | None = None,
+    num_items_in_batch: int | torch.Tensor | None = None,
 ) -> dict[str, Any]:
     """A rank's arguments for a causal LM: its tokens, their positions, and labels shifted over the whole row.
 
@@ -54,10 +56,17 @@ def packed_inputs(
             model's device.
         shard ([`Shard`]): which part is this rank's.
         supervised_T (`torch.Tensor` of shape `(tokens,)`, *optional*): nonzero where a token is a target; by default all.
+        num_items_in_batch (`int` or `torch.Tensor` of shape `()`, *optional*): what the sum over this rank's targets is
+            divided by; by default the targets of the whole row, or 1 where it has none. Several rows to an optimizer step
+            need the targets of all of them, or 1 for the plain sum.
 
     Returns:
-        `dict`: `input_ids`, `position_ids`, `labels` and `shift_labels` of shape `(1, local tokens)`, `shard`, and
-        `use_cache=False`.
+        `dict`: `input_ids`, `position_ids`, `labels` and `shift_labels` of shape `(1, local tokens)`, `shard`,
+        `use_cache=False` and `num_items_in_batch`.
+
+        The model's loss is this rank's part: the sum of the ranks' losses (and of their gradients) is the mean over the
+        row's targets, and a rank without any has 0. DDP and FSDP average gradients over their ranks, so multiply the loss
+        by their number, or give `num_items_in_batch=1` and take `ContextParallelAccelerator.mean_loss`.
 
     Raises:
         ValueError: if a tensor does not cover the row.
@@ -72,9 +81,12 @@ def packed_inputs(
     target_T = token_ids_T
     if supervised_T is not None:
         target_T = token_ids_T.masked_fill(~supervised_T.bool(), IGNORED_LABEL)
-    next_L = shard.layout.ahead(shard.index, 1)[1].to(device)
-    label_L = target_T[next_L].masked_fill(next_L < 0, IGNORED_LABEL)
-    token_L, position_L = token_ids_T[shard.index.to(device)], shard.position_ids(device)
+    index_L, next_T = shard.index.to(device), shard.layout.ahead(torch.arange(num_tokens), 1)[1].to(device)
+    label_T = target_T[next_T].masked_fill(next_T < 0, IGNORED_LABEL)
+    if num_items_in_batch is None:
+        # Never None: transformers would take each rank's own mean, which is NaN without a target.
+        num_items_in_batch = (label_T != IGNORED_LABEL).sum().clamp(min=1)
+    token_L, position_L, label_L = token_ids_T[index_L], shard.position_ids(device), label_T[index_L]
     if shard.num_tokens == 0:
         token_L, position_L = token_L.new_zeros(1), position_L.new_zeros(1)
         label_L = label_L.new_full((1,), IGNORED_LABEL)
@@ -85,6 +97,7 @@ def packed_inputs(
         "shift_labels": label_L[None],
         "shard": shard,
         "use_cache": False,
+        "num_items_in_batch": num_items_in_batch,
     }
 
 
@@ -169,10 +182,13 @@ def sharded_attention(
     dropout: float = 0.0,
     route: str = "direct",
     keep_remote: bool = False,
+    kernel: str = "aten",
     attended: list[str] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Exact causal attention of a packed row that is spread over ranks, as transformers calls it.
+
+    Under `torch.autocast` in its dtype, like torch's own attention.
 
     Args:
         module (`nn.Module`): the attention layer.
@@ -182,7 +198,7 @@ def sharded_attention(
         shard ([`Shard`]): the model call's `shard`.
         scaling (`float`, *optional*): of the scores; `head_dim ** -0.5` by default.
         dropout (`float`): 0.
-        route, keep_remote: as in `trunk_attention`; may be given to the model call.
+        route, keep_remote, kernel: as in `trunk_attention`; may be given to the model call, `model(..., kernel="eager")`.
         attended (`list[str]`, *optional*): gets the layer's kind; given to the model call by [`check_isolation`].
         kwargs: of these `sliding_window`, `position_ids` and what must be refused are read.
 
@@ -199,26 +215,47 @@ def sharded_attention(
             "pass keyword arguments on to their attention; use another attn_implementation with it."
         )
     _check_kind(module, attention_mask, dropout=dropout, num_ranks=shard.layout.world, kwargs=kwargs)
+    query, key, value = _in_one_dtype(module, query, key, value)
     _check_tokens(module, query, key, value, shard=shard, position_ids=kwargs.get("position_ids"))
     _check_rope(module.config, shard.layout)
     if attended is not None:
         attended.append(type(module).__name__)
     q_LND, k_LMD, v_LMD = (x[0].transpose(0, 1) for x in (query, key, value))
     num_tokens = shard.num_tokens  # without the one that stands in where a rank holds none
-    out_LND = trunk_attention(
-        q_LND[:num_tokens],
-        k_LMD[:num_tokens],
-        v_LMD[:num_tokens],
-        shard=shard,
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=_window(module, kwargs),
-        route=route,
-        keep_remote=keep_remote,
-    )
+    with torch.autocast(query.device.type, enabled=False):  # kernels and merges choose their own widths
+        out_LND = trunk_attention(
+            q_LND[:num_tokens],
+            k_LMD[:num_tokens],
+            v_LMD[:num_tokens],
+            shard=shard,
+            scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+            window=_window(module, kwargs),
+            route=route,
+            keep_remote=keep_remote,
+            kernel=kernel,
+        )
     if num_tokens == 0:
         # Joined and not replaced, so that the backward reaches this rank too and its peers do not wait for it.
         out_LND = torch.cat([out_LND, torch.zeros_like(q_LND)])
     return out_LND[None], None
+
+
+def _in_one_dtype(module: nn.Module, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Queries, keys and values as a kernel takes them: under autocast in its dtype, else as they are.
+
+    RoPE's cos and sin have the dtype of the residual stream, so under autocast queries and keys come in fp32.
+    """
+    device_type = tensors[0].device.type
+    if torch.is_autocast_enabled(device_type):
+        dtype = torch.get_autocast_dtype(device_type)
+        tensors = tuple(x if x.dtype is torch.float64 else x.to(dtype) for x in tensors)  # autocast leaves fp64 alone
+    if len({x.dtype for x in tensors}) > 1:
+        given = ", ".join(f"{name} {x.dtype}" for name, x in zip(("query", "key", "value"), tensors))
+        raise ValueError(
+            f"{type(module).__name__} has {given}, which must have one dtype: load the whole model in one dtype, or run it "
+            "under torch.autocast (accelerate's mixed_precision)."
+        )
+    return tensors
 
 
 def _window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:

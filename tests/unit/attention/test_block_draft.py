@@ -1,17 +1,36 @@
 """Attention of block drafts against one dense softmax in fp64, whichever way its keys and queries travel."""
 
 import random
+from functools import partial
+from itertools import permutations
 
 import pytest
 import torch
-from attention_cases import SCALE, block_inputs, every_pair, join_blocks, owned_block_rows, run_block_rank
+from attention_cases import (
+    SCALE,
+    TrunkCase,
+    block_inputs,
+    dense_blocks,
+    every_pair,
+    join,
+    join_blocks,
+    owned_block_rows,
+    recorded,
+    run_block_rank,
+    run_rank,
+    seen_by,
+    shard_of,
+    truth,
+)
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from hf_codraft.attention.block_draft import DraftBlocks, block_attention, block_traffic, cheaper_route
 from hf_codraft.attention.layout import PackedLayout, Piece
 from hf_codraft.attention.plans import balanced_plan, contiguous_plan, segment_zigzag_plan, zigzag_plan
 from hf_codraft.attention.shard import Shard
 from hf_codraft.attention.transport import run_local_ranks
+from hf_codraft.attention.trunk import trunk_attention
 
 HEAD_DIM = 8
 PLANS = [contiguous_plan, zigzag_plan, segment_zigzag_plan, balanced_plan]
@@ -34,32 +53,6 @@ def some_anchors(num_tokens: int, share: float, seed: int = 0) -> tuple[int, ...
     return tuple(token for token in range(num_tokens) if pick.random() < share)
 
 
-def seen_by(blocks: DraftBlocks, *, is_causal: bool) -> torch.Tensor:
-    """`(anchors, slots, tokens + anchors * slots)`: who sees whom, pair by pair."""
-    layout, num_slots, anchors = blocks.layout, blocks.num_slots, blocks.anchors
-    mask = torch.zeros(len(anchors), num_slots, layout.num_tokens + len(anchors) * num_slots, dtype=torch.bool)
-    for number, anchor in enumerate(anchors):
-        start, _ = layout.segment_of(anchor)
-        for slot in range(num_slots):
-            for key in range(start, anchor + int(blocks.includes_anchor)):
-                mask[number, slot, key] = blocks.window is None or key > anchor + slot - blocks.window
-            for other in range(slot + 1 if is_causal else num_slots):
-                mask[number, slot, layout.num_tokens + number * num_slots + other] = True
-    return mask
-
-
-def dense(tensors, mask) -> torch.Tensor:
-    q, k, v, block_k, block_v = tensors
-    group = q.shape[2] // k.shape[1]
-    keys, values = (
-        torch.cat([trunk, own.flatten(0, 1)]).repeat_interleave(group, 1)
-        for trunk, own in ((k, block_k), (v, block_v))
-    )
-    scores = torch.einsum("asnd,knd->ansk", q, keys) * SCALE
-    prob = torch.softmax(scores.masked_fill(~mask[:, None], -torch.inf), -1)
-    return torch.einsum("ansk,knd->asnd", prob, values)
-
-
 def run(blocks, tensors, grad, **options):
     """Output, gradients and each rank's traffic (forward, backward) over all ranks of the layout."""
     results = run_local_ranks(
@@ -72,7 +65,7 @@ def run(blocks, tensors, grad, **options):
 
 def assert_equals_dense(blocks, *, heads=(6, 2), is_causal=False, route="auto", kernel="aten"):
     tensors = block_inputs(blocks, heads=heads)
-    want = dense(tensors, seen_by(blocks, is_causal=is_causal))
+    want = dense_blocks(tensors, seen_by(blocks, is_causal=is_causal))
     grad = torch.randn(want.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     wanted = torch.autograd.grad(want, tensors, grad)
     out, gradients, traffic = run(blocks, tensors, grad, is_causal=is_causal, route=route, kernel=kernel)
@@ -99,23 +92,22 @@ def test_values_gradients_and_bytes_equal_a_dense_softmax_and_the_closed_form(le
         assert_equals_dense(blocks, heads=heads, is_causal=pick.random() < 0.3, route=route)
 
 
-CROSS = every_pair(
-    {
-        "lengths": list(LENGTHS.values()),
-        "world": [1, 2, 4, 8],
-        "plan": PLANS,
-        "route": ["keys", "queries"],
-        "dtype": [torch.float64, torch.float32],
-        "heads": [(4, 4), (6, 2), (3, 1), (9, 3)],
-        "head_dim": [8, 16, 64, 128],
-        "num_slots": [1, 2, 5],
-        "share": [0.3, 1.0],
-        "beyond_slots": [0, 1, 6, None],  # tokens of the window
-        "includes_anchor": [False, True],
-        "is_causal": [False, True],
-        "supervised": ["all", "one rank", "none"],
-    }
-)
+AXES = {
+    "lengths": list(LENGTHS.values()),
+    "world": [1, 2, 4, 8],
+    "plan": PLANS,
+    "route": ["keys", "queries"],
+    "dtype": [torch.float64, torch.float32],
+    "heads": [(4, 4), (6, 2), (3, 1), (9, 3)],
+    "head_dim": [8, 16, 64, 128],
+    "num_slots": [1, 2, 5],
+    "share": [0.3, 1.0],
+    "beyond_slots": [0, 1, 6, None],  # tokens of the window
+    "includes_anchor": [False, True],
+    "is_causal": [False, True],
+    "supervised": ["all", "one rank", "none"],
+}
+CROSS = every_pair(AXES)
 
 
 def supervise(grad: torch.Tensor, blocks: DraftBlocks, supervised: str) -> torch.Tensor:
@@ -128,9 +120,7 @@ def supervise(grad: torch.Tensor, blocks: DraftBlocks, supervised: str) -> torch
     return kept
 
 
-@pytest.mark.parametrize("number", range(len(CROSS)))
-def test_any_two_settings_go_together(number):
-    case = CROSS[number]
+def assert_right(case: dict, number: int) -> None:
     num_slots, beyond, head_dim, dtype = (case[name] for name in ("num_slots", "beyond_slots", "head_dim", "dtype"))
     layout = layout_of(case["lengths"], case["plan"], case["world"])
     anchors = some_anchors(layout.num_tokens, case["share"], number)
@@ -139,7 +129,7 @@ def test_any_two_settings_go_together(number):
     drawn = block_inputs(blocks, heads=case["heads"], head_dim=head_dim)
     tensors = [(x.detach() * (8 / head_dim) ** 0.25).to(dtype) for x in drawn]
     wide = [x.double().requires_grad_() for x in tensors]
-    want = dense(wide, seen_by(blocks, is_causal=case["is_causal"]))
+    want = dense_blocks(wide, seen_by(blocks, is_causal=case["is_causal"]))
     drawn_grad = torch.randn(want.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     grad = supervise(drawn_grad, blocks, case["supervised"])
     wanted = [want, *torch.autograd.grad(want, wide, grad.to(dtype).double())]
@@ -155,6 +145,53 @@ def test_any_two_settings_go_together(number):
     num_heads, num_kv_heads = case["heads"]
     shape = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype)
     assert traffic == block_traffic(blocks, case["route"], **shape)
+
+
+@pytest.mark.parametrize("number", range(len(CROSS)))
+def test_any_two_settings_go_together(number):
+    assert_right(CROSS[number], number)
+
+
+@pytest.mark.slow
+def test_a_sample_of_the_whole_cross_goes_together():
+    pick = random.Random(0)
+    for number in range(40):
+        assert_right({axis: pick.choice(values) for axis, values in AXES.items()}, number)
+
+
+def dense_truth(blocks, tensors, grad) -> list[torch.Tensor]:
+    out = dense_blocks(tensors, seen_by(blocks, is_causal=False))
+    return [out.detach(), *torch.autograd.grad(out, tensors, grad)]
+
+
+def test_trunks_and_blocks_of_one_shard_keep_apart_what_they_see():
+    """One shard a rank, as a policy's layers and a draft's share it; what it makes once may belong to one of them."""
+    trunks = [TrunkCase((6, 6), 2, "per segment", num_passes=1, window=window) for window in (None, 2)]
+    layout = trunks[0].layout
+    hung = [DraftBlocks(layout, anchors, 2) for anchors in ((5, 11), (3, 8))]
+    hung.append(DraftBlocks(layout, (2, 5, 9, 11), 2, window=2))
+    inputs = [block_inputs(blocks) for blocks in hung]
+    grads = [torch.randn(x[0].shape, generator=torch.Generator().manual_seed(3), dtype=x[0].dtype) for x in inputs]
+    wanted = [*map(truth, trunks), *map(dense_truth, hung, inputs, grads)]
+    for order in permutations(range(5), 2):
+
+        def one_rank(transport, order=order):
+            shard = Shard(layout, transport.rank, transport)
+            return [
+                run_rank(trunks[n], transport, shard=shard)
+                if n < 2
+                else run_block_rank(hung[n - 2], inputs[n - 2], grads[n - 2], transport, shard=shard, route="keys")
+                for n in order
+            ]
+
+        for n, parts in zip(order, zip(*run_local_ranks(one_rank, 2, timeout_s=20))):
+            if n < 2:
+                found = join(trunks[n], parts)
+            else:
+                out, gradients, _ = join_blocks(hung[n - 2], parts)
+                found = [out, *gradients]
+            for got, want in zip(found, wanted[n], strict=True):
+                torch.testing.assert_close(got, want, rtol=0, atol=1e-12, msg=f"{order}, {n}")
 
 
 @pytest.mark.parametrize("route", ["keys", "queries"])
@@ -257,7 +294,7 @@ def test_another_block_changes_nothing():
 
 def narrow_errors(blocks, narrow, *, world_route) -> list[float]:
     wide = [x.detach().double().requires_grad_() for x in narrow]
-    want = dense(wide, seen_by(blocks, is_causal=False))
+    want = dense_blocks(wide, seen_by(blocks, is_causal=False))
     grad = torch.randn(want.shape, generator=torch.Generator().manual_seed(9)).to(narrow[0].dtype).double()
     wanted = [want, *torch.autograd.grad(want, wide, grad)]
     out, gradients, _ = run(blocks, narrow, grad, route=world_route)
@@ -294,12 +331,12 @@ def test_bf16_error_is_at_most_twice_that_of_sdpa():
     )
     plain_out = out[0].transpose(0, 1).reshape(q.shape)
     wide = [x.detach().double().requires_grad_() for x in narrow]
-    want = dense(wide, mask)
+    want = dense_blocks(wide, mask)
     grad = torch.randn(want.shape, generator=torch.Generator().manual_seed(9)).bfloat16()
     plain = [plain_out, *torch.autograd.grad(plain_out, narrow, grad)]
     wanted = [want, *torch.autograd.grad(want, wide, grad.double())]
-    for our_error, got, truth in zip(ours, plain, wanted, strict=True):
-        assert our_error <= 2 * (got.double() - truth).norm() / truth.norm()
+    for our_error, got, exact in zip(ours, plain, wanted, strict=True):
+        assert our_error <= 2 * (got.double() - exact).norm() / exact.norm()
 
 
 def test_autocast_does_not_round_what_it_was_not_asked_to():
@@ -378,6 +415,83 @@ def test_tensors_and_options_that_do_not_fit_are_refused():
         call(*tensors, shard=Shard(PackedLayout.from_lengths([5, 1])))
     with pytest.raises(ValueError, match="route must be one of"):
         block_traffic(blocks, "auto", num_heads=6, num_kv_heads=2, head_dim=8, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("users", [(None, (10,), (4,)), ((10,), (4,), None), ((4,), None, (10,))], ids=str)
+def test_a_policy_and_any_drafts_share_one_shard(users):
+    """What one user of a shard makes once must not be taken for another's: keys of a trunk, of some blocks, of others."""
+    pieces = (Piece(0, 4, 0), Piece(4, 6, 1), Piece(6, 10, 0), Piece(10, 12, 1))
+    layout = PackedLayout((0, 6, 12), 2, pieces)
+
+    def one_user(anchors, shard):
+        blocks = DraftBlocks(layout, anchors or (4,), 2)
+        rows = owned_block_rows(blocks, shard.cp_rank)
+        q, k, v, block_k, block_v = own = [
+            (layout.shard(x.detach(), shard.cp_rank) if n in (1, 2) else x.detach()[rows]).requires_grad_()
+            for n, x in enumerate(block_inputs(blocks))
+        ]
+        if anchors is None:
+            out = trunk_attention(k.repeat_interleave(3, 1), k, v, shard=shard, scale=SCALE)
+        else:
+            out = block_attention(
+                q, k, v, block_k_ASMD=block_k, block_v_ASMD=block_v, blocks=blocks, shard=shard, scale=SCALE, route="keys"
+            )  # fmt: skip
+        out.square().sum().backward()
+        return [out.detach(), *(x.grad for x in own if x.grad is not None)]
+
+    def one_rank(transport):
+        shared = Shard(layout, transport.rank, transport)
+        together = [one_user(anchors, shared) for anchors in users]
+        return together, [one_user(anchors, Shard(layout, transport.rank, transport)) for anchors in users]
+
+    for together, apart in run_local_ranks(one_rank, 2, timeout_s=20):
+        for ours, wanted in zip(together, apart, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(ours, wanted, strict=True))
+
+
+@pytest.mark.parametrize("route", ["keys", "queries"])
+@pytest.mark.parametrize("lengths", [[20, 12], [3, 1], [32]], ids=str)
+def test_all_ranks_make_the_same_collectives_in_the_same_order(route, lengths):
+    blocks = DraftBlocks(layout_of(lengths, zigzag_plan, 4), (2,) if sum(lengths) < 9 else (1, 7, 13), 2)
+    tensors = block_inputs(blocks)
+
+    def one_rank(transport):
+        calls = recorded(transport)
+        run_block_rank(blocks, tensors, torch.ones_like(tensors[0]), transport, route=route)
+        return calls
+
+    first, *others = run_local_ranks(one_rank, 4, timeout_s=20)
+    assert len(first) == {"keys": 2, "queries": 4}[route] * 3 and all(calls == first for calls in others)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("route", ["keys", "queries"])
+def test_checkpoints_change_no_bit(route, use_reentrant):
+    blocks = DraftBlocks(layout_of([20, 12], zigzag_plan, 2), (1, 7, 13, 25), 3)
+    tensors = block_inputs(blocks)
+
+    def one_rank(transport, is_checkpointed):
+        shard, rows = shard_of(blocks.layout, transport), owned_block_rows(blocks, transport.rank)
+        own = [
+            (blocks.layout.shard(x.detach(), transport.rank) if n in (1, 2) else x.detach()[rows]).requires_grad_()
+            for n, x in enumerate(tensors)
+        ]
+
+        def attend(q, k, v, block_k, block_v):
+            return block_attention(
+                q, k, v, block_k_ASMD=block_k, block_v_ASMD=block_v, blocks=blocks, shard=shard, scale=SCALE, route=route
+            )  # fmt: skip
+
+        out = checkpoint(attend, *own, use_reentrant=use_reentrant) if is_checkpointed else attend(*own)
+        out.square().sum().backward()
+        return [out.detach(), *(x.grad for x in own)]
+
+    plain, kept = (
+        run_local_ranks(partial(one_rank, is_checkpointed=is_checkpointed), 2, timeout_s=20)
+        for is_checkpointed in (False, True)
+    )
+    for ours, wanted in zip(kept, plain, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, wanted, strict=True))
 
 
 @pytest.mark.parametrize("route", ["keys", "queries"])

@@ -1,13 +1,15 @@
 """Blocks cover every visible pair once and no other, however a row is cut."""
 
 import random
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 import torch
 from attention_cases import PLANS
 
-from hf_codraft.attention.blocks import Shape, clip, needed_keys, runs_of, visible_blocks
-from hf_codraft.attention.layout import PackedLayout
+from hf_codraft.attention.blocks import Block, Shape, clip, needed_keys, pieces_of, runs_of, runs_taken, visible_blocks
+from hf_codraft.attention.layout import PackedLayout, Run
 from hf_codraft.attention.plans import causal_pairs
 
 WINDOWS = [None, 1, 2, 3, 7, 100]
@@ -81,6 +83,59 @@ def test_runs_of_neighbours():
     runs = runs_of([2, 3, 7, 9, 10])
     assert [(run.start, run.end, run.offset) for run in runs] == [(2, 4, 0), (7, 8, 2), (9, 11, 3)]
     assert runs_of([]) == ()
+
+
+def test_pieces_and_taken_rows_of_random_layouts_are_those_of_their_tokens():
+    for layout, pick in random_layouts(50):
+        for rank in range(layout.world):
+            runs, index = layout.runs(rank), layout.index(rank).tolist()
+            for start, end in [*layout.segments, (0, 0), (0, layout.num_tokens)]:
+                pieces = pieces_of((start, end), runs)
+                tokens = [index[row] for p in pieces for row in range(p.offset, p.offset + p.end - p.start)]
+                assert tokens == [token for token in index if start <= token < end]
+                assert tokens == [token for p in pieces for token in range(p.start, p.end)]
+            borders = sorted(pick.sample(range(len(index) + 1), min(4, len(index) + 1) // 2 * 2))
+            ranges = list(zip(borders[::2], borders[1::2]))
+            taken = runs_taken(runs, ranges)
+            kept = [index[row] for start, end in ranges for row in range(start, end)]
+            assert [token for run in taken for token in range(run.start, run.end)] == kept
+            assert [run.offset for run in taken] == [kept.index(run.start) for run in taken]
+
+
+@dataclass(frozen=True)
+class Counted(Sequence):
+    """Counts how often one of its runs is looked at."""
+
+    runs: tuple[Run, ...]
+    seen: list
+
+    def __len__(self):
+        return len(self.runs)
+
+    def __getitem__(self, at):
+        self.seen.append(at)
+        return self.runs[at]
+
+
+@pytest.mark.parametrize("num_documents", [100, 400])
+def test_steps_grow_with_the_documents_and_not_with_their_square(num_documents):
+    layout = PLANS["per segment"](tuple(range(0, 20 * num_documents + 1, 20)), 8)
+    seen = []
+    queries, keys = (Counted(layout.runs(rank), seen) for rank in (3, 5))
+    assert visible_blocks(layout, queries, keys) == visible_blocks(layout, queries.runs, keys.runs)
+    assert len(seen) < 50 * num_documents  # of each 3 to 4 bisections of at most 10 steps
+    seen.clear()
+    ranges = needed_keys(visible_blocks(layout, queries.runs, keys.runs))
+    assert runs_taken(keys, ranges) == runs_taken(keys.runs, ranges) != ()
+    assert len(seen) <= len(keys) + 1
+
+
+@pytest.mark.parametrize(
+    "rows", [(0, 0, 0, 1), (0, 1, 3, 3), (2, 1, 0, 1), (0, 1, 2, 1), (-1, 1, 0, 1), (0, 1, -1, 1)]
+)
+def test_a_block_without_a_query_or_a_key_is_refused(rows):
+    with pytest.raises(ValueError, match=r"a block needs a query and a key, got Block\(query_start"):
+        Block(*rows)
 
 
 def test_a_whole_segment_is_one_triangle():

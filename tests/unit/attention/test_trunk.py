@@ -5,7 +5,6 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import combinations, product
 
 import pytest
 import torch
@@ -16,9 +15,11 @@ from attention_cases import (
     SCALE,
     TrunkCase,
     assert_exact,
+    every_pair,
     join,
     leaves,
     output_gradients,
+    recorded,
     run_rank,
     run_threads,
     split,
@@ -52,25 +53,7 @@ AXES = {
 }
 
 
-def every_pair_of_values() -> list[TrunkCase]:
-    """Cases in which any two values of two axes meet at least once."""
-    pick = random.Random(0)
-    missing = {
-        ((a, u), (b, v))
-        for a, b in combinations(AXES, 2)
-        for u, v in product(range(len(AXES[a])), range(len(AXES[b])))
-    }
-    cases = []
-    while missing:
-        drawn = [{axis: pick.randrange(len(values)) for axis, values in AXES.items()} for _ in range(60)]
-        drawn += [dict(random_case, **dict(pair)) for random_case, pair in zip(drawn, sorted(missing)[:1])]
-        best = max(drawn, key=lambda case: len(missing & set(combinations(case.items(), 2))))
-        missing -= set(combinations(best.items(), 2))
-        cases.append(TrunkCase(**{axis: AXES[axis][number] for axis, number in best.items()}))
-    return cases
-
-
-@pytest.mark.parametrize("case", every_pair_of_values(), ids=str)
+@pytest.mark.parametrize("case", [TrunkCase(**case) for case in every_pair(AXES)], ids=str)
 def test_values_and_gradients_equal_a_dense_softmax(case):
     assert_exact(case, run_threads(case))
 
@@ -147,14 +130,7 @@ def test_all_ranks_make_the_same_collectives_in_the_same_order(mode, lengths):
     case = TrunkCase(lengths=lengths, world=4, mode=mode, num_passes=2)
 
     def one_rank(transport):
-        calls, exchange = [], transport.exchange
-
-        def recorded(sends, receives, *, what, **rest):
-            to = [(peer - transport.rank) % case.world for peer, _ in sends]
-            calls.append((what, to, [(transport.rank - peer) % case.world for peer, _ in receives]))
-            return exchange(sends, receives, what=what, **rest)
-
-        transport.exchange = recorded
+        calls = recorded(transport)
         run_rank(case, transport)
         return calls
 
@@ -363,6 +339,40 @@ def test_checkpoints_change_no_bit(mode, around):
     assert all(map(torch.equal, join(case, run_local_ranks(one_rank, case.world, timeout_s=20)), plain))
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_backward_that_asks_for_no_keys_leaves_nothing_to_the_next(mode):
+    """Passes run in it as in any other, but the keys' gradients are not fetched from the trunk."""
+    case = TrunkCase(lengths=(17, 8), mode=mode, dtype=torch.float32, num_passes=3)
+
+    def one_rank(transport):
+        layout, shard = case.layout, Shard(case.layout, transport.rank, transport)
+        own = [layout.shard(x, transport.rank).requires_grad_() for x in leaves(case, case.dtype)]
+        queries, (k, v), branch_k, branch_v = split(case, own)
+        route, num_kept = MODES[mode]
+        trunk = Trunk(k, v, shard=shard, scale=SCALE, route=route, num_kept=num_kept)
+        outs = [
+            trunk.attend(q, trunk.queries(), branch_k=branch_k[:n], branch_v=branch_v[:n])
+            for n, q in enumerate(queries)
+        ]
+        grads = [layout.shard(x, transport.rank) for x in output_gradients(case)]
+        backward = partial(torch.autograd.grad, retain_graph=True)
+        partly = [
+            *backward(outs[1:2], queries[1:2], grads[1:2]),
+            *backward(outs, [*branch_k, *branch_v], grads),
+            *backward(outs[2:], queries[2:], grads[2:]),
+        ]
+        wanted = [queries[1], *branch_k, *branch_v, queries[2]]
+        torch.autograd.backward(outs, grads, retain_graph=True)
+        assert all(torch.equal(got, x.grad) for got, x in zip(partly, wanted, strict=True))
+        first = [x.grad.clone() for x in own]
+        torch.autograd.backward(outs, grads)
+        assert all(torch.equal(x.grad, 2 * once) for x, once in zip(own, first, strict=True))
+        return [*(out.detach() for out in outs), *first]
+
+    got = join(case, run_local_ranks(one_rank, case.world, timeout_s=20))
+    assert all(map(torch.equal, got, run_threads(case)))
+
+
 # Precision
 
 
@@ -489,6 +499,10 @@ def test_tensors_and_options_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="window must be at least 1 token, got 0"):
         trunk_attention(k, k, k, shard=shard, scale=1.0, window=0)
     trunk = Trunk(k, k, shard=shard, scale=1.0)
+    with pytest.raises(ValueError, match="queries were made by a trunk of another layout or of window 2, not None"):
+        trunk.attend(k, Trunk(k, k, shard=shard, scale=1.0, window=2).queries())
+    with pytest.raises(ValueError, match="runs of rank 0 have 4 tokens, but k_TMD has 4 rows and v_TMD 3"):
+        trunk.exchange.own(k, k[1:])
     with pytest.raises(ValueError, match="q_AND has 3 rows, but there are 4 queries"):
         trunk.attend(k[1:], trunk.queries())
     for q in (torch.zeros(4, 2, 16), torch.zeros(4, 2, 4), torch.zeros(4, 3, 8), torch.zeros(4, 1, 8), k[:, 0]):

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from packed_policies import PACKINGS, PLANS, VOCAB, Case, assert_equal, build, ours, run_local, truth
+from packed_policies import PACKINGS, PLANS, VOCAB, Case, Result, assert_equal, build, ours, run_local, truth
 from transformers import (
     CONFIG_MAPPING,
     AttentionInterface,
@@ -103,31 +103,72 @@ def test_checkpointing_changes_nothing(name, world, reentrant, keep_remote):
     assert_equal(run_local(case, model, world), truth(case, model))
 
 
-@pytest.mark.parametrize("supervised", ["last", "none"])
+@pytest.mark.parametrize("supervised", ["all", "last", "none"])
 def test_ranks_without_a_supervised_token_take_part(supervised):
+    """Without a word about the loss's scale: a rank's loss is its part of the mean over the row's targets."""
     case = Case(plan="contiguous", supervised=supervised)
-    model = build(case)
-    result = run_local(case, model, 4)
-    assert_equal(result, truth(case, model))
-    assert any(gradient.any() for gradient in result.gradients.values()) == (supervised == "last")
+    model, layout = build(case), case.layout(4)
+
+    def run(transport) -> tuple[float, bool]:
+        copy_of_rank = ours(model, case)
+        shard = Shard(layout, transport.rank, transport)
+        loss = copy_of_rank(**packed_inputs(case.token_ids(), shard, supervised_T=case.supervised_mask())).loss
+        loss.backward()
+        gradients = [parameter.grad for parameter in copy_of_rank.parameters()]
+        assert all(gradient.isfinite().all() for gradient in gradients)
+        return loss.item(), any(gradient.any() for gradient in gradients)
+
+    losses, has_gradient = zip(*run_local_ranks(run, 4))
+    num_learning = {"all": 4, "last": 1, "none": 0}[supervised]  # the last segment lies on the last rank
+    assert [loss != 0 for loss in losses] == list(has_gradient) == [False] * (4 - num_learning) + [True] * num_learning
+    rows, masks = (x.split(PACKINGS["mixed"]) for x in (case.token_ids(), case.supervised_mask()))
+    stock = [
+        model(
+            input_ids=row[None], labels=row.masked_fill(~mask, -100)[None], num_items_in_batch=case.num_targets()
+        ).loss
+        for row, mask in zip(rows, masks)
+    ]
+    assert sum(losses) == pytest.approx(sum(stock).item(), rel=1e-6)
+    assert_equal(run_local(case, model, 4), truth(case, model))
+
+
+def distances(result: Result, exact: Result) -> dict[str, float]:
+    """Relative Frobenius distance of every tensor."""
+    pairs = {"logits": (result.logits_TV, exact.logits_TV)}
+    pairs |= {name: (result.gradients[name], gradient) for name, gradient in exact.gradients.items()}
+    return {name: ((found.double() - wanted).norm() / wanted.norm()).item() for name, (found, wanted) in pairs.items()}
+
+
+def assert_no_less_exact(found: dict[str, float], reference: dict[str, float]) -> None:
+    """Of half the accuracy at least: roundings fall differently."""
+    assert reference["logits"] > 1e-4, "bf16 must round at all"
+    assert {name: (found[name], error) for name, error in reference.items() if not found[name] <= 2 * error} == {}
 
 
 def test_bf16_is_no_less_exact_on_four_ranks_than_on_one():
     case = Case("qwen3", "long")
     model = build(case)
     exact = truth(case, model.double())
+    one, four = (distances(run_local(case, model, world, torch.bfloat16), exact) for world in (1, 4))
+    assert_no_less_exact(four, one)
 
-    def distances(world: int) -> dict[str, float]:
-        result = run_local(case, model, world, torch.bfloat16)
-        pairs = {"logits": (result.logits_TV, exact.logits_TV)}
-        pairs |= {name: (result.gradients[name], gradient) for name, gradient in exact.gradients.items()}
-        return {
-            name: ((found.double() - wanted).norm() / wanted.norm()).item() for name, (found, wanted) in pairs.items()
-        }
 
-    one, four = distances(1), distances(4)
-    assert one["logits"] > 1e-4, "bf16 must round at all"
-    assert {name: (four[name], one[name]) for name in one if four[name] > 2 * one[name]} == {}
+@pytest.mark.parametrize("kernel", ["aten", "eager"])
+@pytest.mark.parametrize(
+    ("name", "reentrant"), [("llama", None), ("qwen3", True), ("mistral_window_7", False), ("qwen3_moe", None)]
+)
+def test_autocast_costs_no_more_accuracy_than_in_transformers(name, reentrant, kernel):
+    """fp32 weights, as accelerate's mixed_precision runs them; transformers with its default, which is torch's attention."""
+    case = POLICIES[name]
+    model, cast = build(case), dataclasses.replace(case, autocast=torch.bfloat16)
+    exact = truth(case, model)
+    stock = build(dataclasses.replace(case, config=case.config | {"attn_implementation": "sdpa"}))
+    reference = distances(truth(cast, stock), exact)
+    cast = dataclasses.replace(cast, reentrant=reentrant, call={"kernel": kernel})
+    for world in (1, 2):
+        result = run_local(cast, model, world)
+        assert_no_less_exact(distances(result, exact), reference)
+        assert all(gradient.dtype is torch.float32 for gradient in result.gradients.values())
 
 
 def test_keys_travel_once_a_group_and_not_once_a_query_head():
@@ -187,6 +228,8 @@ def test_positions_are_the_segments_and_labels_cross_the_borders_of_shards(plan,
         assert tokens.tolist() == shard.index.tolist()
         assert inputs["position_ids"].tolist() == [[positions[token] for token in tokens]]
         assert inputs["shift_labels"].tolist() == [[after[token] for token in tokens]]
+        assert inputs["num_items_in_batch"] == 10  # of the row, on every rank
+        assert packed_inputs(token_ids, shard, num_items_in_batch=3)["num_items_in_batch"] == 3
         seen += tokens.tolist()
     assert sorted(seen) == list(range(14))
 
@@ -198,6 +241,7 @@ def test_a_rank_without_tokens_gets_one_that_has_no_label():
     inputs = packed_inputs(torch.tensor([5]), shards[empty])
     assert inputs["input_ids"].shape == inputs["position_ids"].shape == (1, 1)
     assert inputs["shift_labels"].tolist() == [[-100]]
+    assert inputs["num_items_in_batch"] == 1
 
 
 @pytest.mark.parametrize("name", ["token_ids_T", "supervised_T"])
@@ -233,6 +277,43 @@ def test_positions_of_a_zigzag_make_no_mask():
         assert create(config, hidden, None, past_key_values=None, position_ids=positions) is None
 
 
+# Kernels and dtypes
+
+
+@pytest.mark.parametrize("name", ["lora", "mistral_window_7"])
+def test_the_kernel_is_the_callers_choice_and_changes_nothing(name):
+    case = dataclasses.replace(POLICIES[name], call={"kernel": "eager"})
+    model = build(case)
+    eager, aten = run_local(case, model, 3), run_local(POLICIES[name], model, 3)
+    assert_equal(eager, truth(case, model))
+    assert_equal(eager, aten)
+    assert not torch.equal(eager.logits_TV, aten.logits_TV), "two kernels round differently"
+
+
+def attend(llama, dtypes, **kwargs) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(1, heads, 6, 16, generator=generator).to(dtype) for heads, dtype in zip((4, 2, 2), dtypes)]
+    return attention.sharded_attention(llama.model.layers[0].self_attn, *tensors, None, shard=alone(), **kwargs)[0]
+
+
+@pytest.mark.parametrize("kernel", ["aten", "eager"])
+def test_autocast_decides_the_dtype_of_attention_and_not_its_widths(llama, kernel):
+    expected = attend(llama, [torch.bfloat16] * 3, kernel=kernel)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = attend(llama, [torch.float32, torch.float32, torch.bfloat16], kernel=kernel)
+        exact = attend(llama, [torch.float64] * 3, kernel=kernel)
+    assert found.dtype is expected.dtype is torch.bfloat16 and torch.equal(found, expected)
+    assert torch.equal(exact, attend(llama, [torch.float64] * 3, kernel=kernel)), "autocast leaves fp64 alone"
+
+
+def test_unequal_dtypes_are_refused_where_no_autocast_settles_them(llama):
+    message = (
+        "LlamaAttention has query torch.float32, key torch.float32, value torch.bfloat16, which must have one dtype"
+    )
+    with pytest.raises(ValueError, match=message):
+        attend(llama, [torch.float32, torch.float32, torch.bfloat16])
+
+
 # Refusals
 
 
@@ -263,6 +344,11 @@ REFUSED_CALLS = {
     "attention weights": ({"output_attentions": True}, "output_attentions must be False"),
     "a bias": ({"position_bias": torch.zeros(1, 4, 6, 6)}, "position_bias of LlamaAttention"),
     "an unknown route": ({"route": "post"}, "route must be one of"),
+    "an unknown kernel": ({"kernel": "math"}, r"kernel must be one of \('aten', 'flash_attn', 'eager'\), got 'math'"),
+    "a kernel without its device": (
+        {"kernel": "flash_attn"},
+        "kernel='flash_attn' needs fp16 or bf16 tensors on a GPU",
+    ),
     "no causality": ({"is_causal": False}, "llama asks for a mask beyond causal"),
 }
 

@@ -48,14 +48,41 @@ class PlayedStreams:
         return not any(self.queues.values())
 
 
-class PlayedDevice:
-    """One rank's [`DeviceLayer`]; `forgets` is an event role and stream whose wait it leaves out."""
+@dataclass
+class PlayedPair:
+    """A communicator: tensors whose sends run, and how many of them their receives have taken."""
 
-    def __init__(self, rank: str, streams: PlayedStreams, *, forgets: tuple[str, str] | None = None):
-        self.rank, self.streams, self.forgets = rank, streams, forgets
+    offered: deque = field(default_factory=deque)
+    num_offered: int = 0
+    num_taken: int = 0
+
+    def offer(self, tensor):
+        self.offered.append(tensor)
+
+    def take(self, tensor):
+        tensor.copy_(self.offered.popleft())
+        self.num_taken += 1
+
+
+class PlayedDevice:
+    """One rank's [`DeviceLayer`].
+
+    `forgets` is an event's role and where the wait for it is left out, on the current stream or beside it. With
+    `shares_stream` all rings get the same stream.
+    """
+
+    def __init__(
+        self, rank: str, streams: PlayedStreams, *, forgets: tuple[str, str] | None = None, shares_stream=False
+    ):
+        self.rank, self.streams, self.forgets, self.shares_stream = rank, streams, forgets, shares_stream
+        self.num_streams = 0
 
     def compute(self, run):
         self.streams.enqueue((self.rank, "current"), run)
+
+    def new_stream(self):
+        self.num_streams += 1
+        return "side" if self.shares_stream else f"side {self.num_streams}"
 
     def new_event(self, *, is_shared=False):
         return PlayedEvent("produced")
@@ -67,17 +94,20 @@ class PlayedDevice:
 
     def wait(self, event, *, stream):
         number = event.num_recorded
-        if (event.role, stream) != self.forgets:
+        if (event.role, stream.split()[0]) != self.forgets:
             self.streams.enqueue((self.rank, stream), lambda: None, lambda: event.num_reached >= number)
 
-    def copy(self, target, source):
-        self.streams.enqueue((self.rank, "side"), lambda: target.copy_(source))
+    def copy(self, target, source, *, stream):
+        self.streams.enqueue((self.rank, stream), lambda: target.copy_(source))
 
-    def send(self, tensor, *, pair, to_rank):
-        self.streams.enqueue((self.rank, "side"), lambda: pair.append(tensor.clone()))
+    def send(self, tensor, *, pair, to_rank, stream):
+        pair.num_offered += 1
+        number = pair.num_offered
+        self.streams.enqueue((self.rank, stream), lambda: pair.offer(tensor))
+        self.streams.enqueue((self.rank, stream), lambda: None, lambda: pair.num_taken >= number)
 
-    def receive(self, tensor, *, pair, from_rank):
-        self.streams.enqueue((self.rank, "side"), lambda: tensor.copy_(pair.popleft()), lambda: len(pair) > 0)
+    def receive(self, tensor, *, pair, from_rank, stream):
+        self.streams.enqueue((self.rank, stream), lambda: pair.take(tensor), lambda: len(pair.offered) > 0)
 
 
 @pytest.fixture
@@ -103,11 +133,12 @@ def cuda_ipc_rings(source_device, sink_device, control, num_slots):
         ready=events("ready", num_slots),
         consumed=events("consumed", num_slots),
     )
-    return CudaIpcRing(control[0], source_device, **shared), CudaIpcRing(control[1], sink_device, **shared)
+    shared_by = [dict(shared, side=device.new_stream()) for device in (source_device, sink_device)]
+    return CudaIpcRing(control[0], source_device, **shared_by[0]), CudaIpcRing(control[1], sink_device, **shared_by[1])
 
 
 def nccl_rings(source_device, sink_device, control, num_slots):
-    pair = deque()
+    pair = PlayedPair()
     slots = torch.zeros(num_slots * 16, dtype=torch.uint8).split(16)
     source = NcclRing(control[0], source_device, pair=pair, slots=())
     sink = NcclRing(control[1], sink_device, pair=pair, slots=slots)
@@ -172,3 +203,83 @@ def test_the_draft_reads_what_the_policy_produced_however_late_the_streams_run(g
 def test_every_wait_of_a_stream_is_needed(group, make_rings, forgets):
     wrong = sum(num_wrong(group, make_rings, num_slots=2, seed=seed, forgets=forgets) for seed in range(30))
     assert wrong > 0
+
+
+@dataclass
+class PlayedRing:
+    """Both ends of a ring, and what the hosts have done with it so far."""
+
+    memory: SharedMemory
+    control: list[ShmRing]
+    source: NcclRing | CudaIpcRing
+    sink: NcclRing | CudaIpcRing
+    num_written: int = 0
+    num_read: int = 0
+
+    def write(self, device: PlayedDevice) -> bool:
+        """False where the source's host would have to wait; so does `read` for the sink's."""
+        if not self.control[0]._has_room(self.num_written + 1):
+            return False
+        self.num_written += 1
+        tensor = torch.zeros(4)
+        device.compute(lambda value=self.num_written: tensor.fill_(value))
+        self.source.write(Header(self.num_written, 0, 0, 99, 3, torch.float32, (4,), 0), tensor)
+        return True
+
+    def read(self, device: PlayedDevice, found: list[bool]) -> bool:
+        if self.num_read == self.num_written:
+            return False
+        self.num_read += 1
+        _, view = self.sink.read(self.num_read)
+        device.compute(lambda want=self.num_read: found.append(bool((view == want).all())))
+        self.sink.release()
+        return True
+
+
+def play_ring(group, make_rings, source_device, sink_device) -> PlayedRing:
+    memory = SharedMemory(group, 4096)
+    control = control_rings(memory, 2)
+    return PlayedRing(memory, control, *make_rings(source_device, sink_device, control, 2))
+
+
+def gets_through(group, make_rings, plan, *, seed, shares_stream=False) -> bool:
+    """Plays two ranks, each with a list of (ring, action); whether both came to their end."""
+    directions, programs = plan
+    rng, streams = random.Random(seed), PlayedStreams()
+    devices = [PlayedDevice(f"rank {rank}", streams, shares_stream=shares_stream) for rank in range(2)]
+    rings = [play_ring(group, make_rings, devices[a], devices[b]) for a, b in directions]
+    left, found = [deque(program) for program in programs], []
+
+    def advance_host(rank: int) -> bool:
+        if not left[rank]:
+            return False
+        ring, action = left[rank][0]
+        device = devices[rank]
+        moved = rings[ring].write(device) if action == "write" else rings[ring].read(device, found)
+        if moved:
+            left[rank].popleft()
+        return moved
+
+    steps = [lambda: advance_host(0), lambda: advance_host(1), lambda: streams.advance(rng)]
+    while any(step() for step in rng.sample(steps, len(steps))):
+        pass
+    for ring in rings:
+        ring.memory.close()
+    assert all(found)
+    num_reads = sum(action == "read" for program in programs for _, action in program)
+    return not any(left) and streams.is_idle and len(found) == num_reads
+
+
+INTERLEAVED = (
+    [(0, 1), (0, 1)],
+    [[(0, "write"), (0, "write"), (1, "write"), (1, "write")], [(0, "read"), (1, "read"), (0, "read"), (1, "read")]],
+)
+OPPOSITE = ([(0, 1), (1, 0)], [3 * [(0, "write"), (1, "read")], 3 * [(1, "write"), (0, "read")]])
+
+
+@pytest.mark.parametrize("plan", [INTERLEAVED, OPPOSITE], ids=["interleaved", "opposite"])
+def test_rings_do_not_wait_for_each_other_and_those_over_nccl_would_on_one_stream(group, plan):
+    for seed in range(20):
+        assert gets_through(group, nccl_rings, plan, seed=seed)
+        assert gets_through(group, cuda_ipc_rings, plan, seed=seed, shares_stream=True)
+        assert not gets_through(group, nccl_rings, plan, seed=seed, shares_stream=True)

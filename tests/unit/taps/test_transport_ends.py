@@ -9,7 +9,9 @@ from torch import distributed as dist
 
 from hf_codraft.taps.channel import TapChannel, TapError, TapRoute
 from hf_codraft.taps.protocol import RingPlan
+from hf_codraft.taps.transports import nccl
 from hf_codraft.taps.transports.cuda_ipc import CudaIpcTransport
+from hf_codraft.taps.transports.device import CudaLayer
 from hf_codraft.taps.transports.gloo import GlooTransport
 from hf_codraft.taps.transports.nccl import NcclTransport
 from hf_codraft.taps.transports.shm import ShmTransport
@@ -25,27 +27,44 @@ def group():
 
 
 class SmallDevice:
-    """A device with room for a few allocations and communicators."""
+    """A device with room for a few allocations and communicators, whose transfers end or not."""
 
-    def __init__(self):
-        self.num_free, self.pairs = 0, []
+    device = torch.device("cpu")
 
-    def take(self):
+    def __init__(self, *, num_free=0, max_pairs=100, ends=True, problem=""):
+        self.num_free, self.max_pairs, self.ends, self.problem = num_free, max_pairs, ends, problem
+        self.pairs, self.num_made, self.watchdogs_s, self.transfers = [], 0, set(), []
+
+    def allocate(self, num_bytes):
         self.num_free -= 1
         if self.num_free < 0:
             raise RuntimeError("the device is full")
-
-    def allocate(self, num_bytes):
-        self.take()
         return torch.empty(num_bytes, dtype=torch.uint8)
 
-    def connect_pair(self, store, pair_rank, *, timeout_s):
-        self.take()
-        self.pairs.append(pair_rank)
-        return pair_rank
+    def queue_problem(self, num_rings):
+        return self.problem and f"{num_rings} {self.problem}"
+
+    def connect_pair(self, store, pair_rank, *, watchdog_s):
+        if self.num_made == self.max_pairs:
+            raise RuntimeError("no more communicators")
+        self.num_made += 1
+        self.pairs.append(self.num_made)
+        self.watchdogs_s.add(watchdog_s)
+        return self.num_made
 
     def disconnect(self, pair):
         self.pairs.remove(pair)
+
+    def new_stream(self):
+        return object()
+
+    def record(self, event, *, stream):
+        pass
+
+    wait = record
+
+    def receive(self, tensor, *, pair, from_rank, stream):
+        self.transfers.append((pair, tensor.numel(), stream))
 
     def new_event(self, *, is_shared=False):
         return "event"
@@ -56,8 +75,8 @@ class SmallDevice:
     def export_memory(self, memory):
         return "memory"
 
-    def finish(self):
-        pass
+    def finish(self, stream, *, timeout_s):
+        return self.ends
 
 
 def no_memory(*args):
@@ -101,19 +120,97 @@ def test_a_transport_that_could_not_be_opened_says_why_and_can_be_ended(group, m
     end(transport, ending)
 
 
+PLANS = [RingPlan(route, 0, 2) for route in ROUTES]
+
+
 @pytest.mark.parametrize("name", ["cuda_ipc", "nccl"])
 @endings
 def test_a_device_that_is_full_half_way_is_let_go_of(group, name, ending):
     transport = TRANSPORTS[name](group)
-    transport.layer.num_free = (
-        1 if name == "cuda_ipc" else 3
-    )  # all that the first ring takes, and the second one's slots
-    plans = [RingPlan(route, 0, 2) for route in ROUTES]
-    with pytest.raises(RuntimeError, match="the device is full"):
-        transport.open(plans)
-    assert len(transport.layer.pairs) == (name == "nccl")
+    transport.layer.num_free = 1  # the slots of the first ring
+    with pytest.raises(TapError, match="rank 0: RuntimeError: the device is full"):
+        transport.open(PLANS)
+    assert not transport.layer.num_made  # or another rank would have waited for the next one
+    end(transport, ending)
+
+
+def open_over_nccl(group, monkeypatch, layer, *, present=(1, 2)):
+    """Opens two rings whose other ends have come for the taps `present`; the transport, and the error if there was one."""
+    store = dist.HashStore()
+    for tap_id in present:
+        dist.PrefixStore(f"{tap_id}/0", store).set("here/0", "")
+    monkeypatch.setattr(nccl, "agree_on_store", lambda group: store)
+    transport = NcclTransport(group, layer, timeout_s=0.3)
+    try:
+        transport.open(PLANS)
+    except TapError as error:
+        return transport, str(error)
+    return transport, ""
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        (dict(), (1,), "Wait timeout", 2, 1),
+        (dict(max_pairs=1), (1, 2), "no more communicators", 2, 1),
+        (dict(ends=False), (1, 2), "the first byte did not pass: waited 0.3 s", 1, 1),
+    ],
+    ids=["absent", "refused", "mute"],
+)
+@endings
+def test_a_communicator_that_does_not_come_names_both_ends_and_its_tap_and_is_let_go_of(
+    group, monkeypatch, fault, ending
+):
+    kwargs, present, why, tap_id, num_made = fault
+    transport, error = open_over_nccl(group, monkeypatch, SmallDevice(num_free=2, **kwargs), present=present)
+    told = f"rank 0 can't connect to rank 0 for tap {tap_id} to rank 0 (waits at most 0.3 s): "
+    assert error.startswith(told) and why in error
+    assert len(transport.layer.pairs) == num_made
     end(transport, ending)
     assert not transport.layer.pairs
+
+
+def test_communicators_are_set_up_before_the_first_step_each_on_a_stream_of_its_own_with_the_groups_patience(
+    group, monkeypatch
+):
+    transport, error = open_over_nccl(group, monkeypatch, SmallDevice(num_free=2))
+    assert not error
+    layer = transport.layer
+    assert [(pair, num_bytes) for pair, num_bytes, _ in layer.transfers] == [(1, 1), (2, 1)]
+    assert len({stream for _, _, stream in layer.transfers}) == 2
+    assert layer.watchdogs_s == {90.0}  # not the host's 0.3 s: a send may wait for a draft that is deferred
+    layer.ends = False
+    with pytest.raises(TapError, match=r"rank 0: close waited 0.45 s for the transfers of tap 1 to rank 0 to end"):
+        transport.close()
+    layer.ends = True
+    transport.close()
+    assert not layer.pairs
+
+
+def test_more_rings_than_the_device_has_queues_for_are_refused(group):
+    transport = NcclTransport(group, SmallDevice(num_free=2, problem="rings are too many"), timeout_s=5.0)
+    with pytest.raises(TapError, match="rank 0: ValueError: 2 rings are too many"):
+        transport.open(PLANS)
+    assert transport.layer.num_free == 2
+    end(transport, ("abort",))
+
+
+@pytest.mark.parametrize(
+    "asked, fitting, needed", [(None, 2, 10), ("1", 0, 6), ("8", 2, 10), ("32", 14, None), ("64", 14, None)]
+)
+def test_cuda_has_two_queues_a_ring_beside_four_of_others(monkeypatch, asked, fitting, needed):
+    if asked is None:
+        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", asked)
+    layer = CudaLayer(torch.device("cuda"))
+    assert not fitting or layer.queue_problem(fitting) == ""
+    problem = layer.queue_problem(fitting + 1)
+    assert f"CUDA_DEVICE_MAX_CONNECTIONS ({asked or 'not set'}) gives" in problem
+    if needed is None:
+        assert "gives 32; 32 is the most that CUDA has: use fewer taps or sinks, or another transport." in problem
+    else:
+        assert f"; set it to {needed} or more (at most 32) before CUDA starts, or use another transport." in problem
 
 
 @pytest.mark.parametrize("call", ["with", "close"])

@@ -21,6 +21,7 @@ from hf_codraft.taps.protocol import (
     Ring,
     RingKey,
     RingPlan,
+    TapTimeout,
     gather_results,
     naming_the_last_wait,
     payload_view,
@@ -39,6 +40,8 @@ class CudaIpcRing:
         layer ([`DeviceLayer`]): this rank's device.
         slots (`Sequence[torch.Tensor]` of shape `(bytes,)`, uint8): on the sink's GPU.
         ready (`Sequence`), consumed (`Sequence`): an event per slot, shared by both ends.
+        side: stream of the copies. One serves all rings: a stream waits only for what was enqueued before the wait (a slot's
+            `consumed` is recorded before the release for which the host waited), so that no waits form a circle.
     """
 
     def __init__(
@@ -49,8 +52,9 @@ class CudaIpcRing:
         slots: Sequence[torch.Tensor],
         ready: Sequence[Any],
         consumed: Sequence[Any],
+        side: Any,
     ):
-        self.control, self.layer = control, layer
+        self.control, self.layer, self.side = control, layer, side
         self.slots, self.ready, self.consumed = slots, ready, consumed
         self._produced = layer.new_event()
         self._num_written = self._num_released = 0
@@ -59,10 +63,10 @@ class CudaIpcRing:
         self.control.wait_for_room(header.sequence)
         slot = (header.sequence - 1) % len(self.slots)
         self.layer.record(self._produced, stream="current")
-        self.layer.wait(self._produced, stream="side")
-        self.layer.wait(self.consumed[slot], stream="side")
-        self.layer.copy(payload_view(self.slots[slot], header), payload)
-        self.layer.record(self.ready[slot], stream="side")
+        self.layer.wait(self._produced, stream=self.side)
+        self.layer.wait(self.consumed[slot], stream=self.side)
+        self.layer.copy(payload_view(self.slots[slot], header), payload, stream=self.side)
+        self.layer.record(self.ready[slot], stream=self.side)
         # After the record: the sink's stream waits for what was recorded last when it asks.
         self.control.write(header, payload)
         self._num_written = header.sequence
@@ -98,8 +102,9 @@ class CudaIpcTransport:
     """
 
     def __init__(self, group: dist.ProcessGroup, layer: DeviceLayer, *, timeout_s: float):
-        self.group, self.layer = group, layer
+        self.group, self.layer, self.timeout_s = group, layer, timeout_s
         self.control = ShmTransport(group, timeout_s=timeout_s)
+        self._side: Any = None
         self._rings: dict[RingKey, CudaIpcRing] = {}  # kept after an abort: others may still use what they opened
 
     def open(self, plans: Sequence[RingPlan]) -> Mapping[RingKey, Ring]:
@@ -109,6 +114,7 @@ class CudaIpcTransport:
 
         def export() -> dict[tuple[RingKey, int], tuple[Any, list[Any]]]:
             handles = {}
+            self._side = self.layer.new_stream()
             for plan in own:
                 key, shared = (plan.route.tap_id, plan.sink_rank), None
                 events[key] = [self.layer.new_event(is_shared=True) for _ in range(plan.num_slots)]
@@ -132,6 +138,7 @@ class CudaIpcTransport:
                 slots=(memory[key] if is_sink else self.layer.open_memory(peer_memory)).split(plan.payload_bytes),
                 ready=opened if is_sink else events[key],
                 consumed=events[key] if is_sink else opened,
+                side=self._side,
             )
         return self._rings
 
@@ -141,6 +148,9 @@ class CudaIpcTransport:
     def close(self) -> None:
         for ring in self._rings.values():
             ring.finish_sends()
-        self.layer.finish()
+        if self._rings and not self.layer.finish(self._side, timeout_s=self.timeout_s):
+            raise TapTimeout(
+                f"rank {dist.get_rank(self.group)}: close waited {self.timeout_s:g} s for the GPU to end the copies of taps."
+            )
         self.control.close()
         self._rings = {}
