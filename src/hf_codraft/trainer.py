@@ -32,6 +32,7 @@ from hf_codraft.config import DEFAULT_SPECULATIVE_TOKENS, CoDraftGRPOConfig, che
 from hf_codraft.drafts.eagle3 import Eagle3Draft
 from hf_codraft.drafts.learner import DraftLearner, DraftStep
 from hf_codraft.hub.checkpoint import (
+    TRAINER_STATE,
     last_complete_checkpoint,
     load_training_state,
     push_draft,
@@ -290,11 +291,15 @@ class CoDraftGRPOTrainer(GRPOTrainer):
 
     def _save_checkpoint(self, model, trial):
         # The draft goes first: the folder counts as complete only with trainer_state.json, which transformers writes last,
-        # before it deletes older checkpoints.
-        if self.draft is not None and self.args.should_save:
-            run_folder = Path(self._get_output_dir(trial=trial))
-            folder = run_folder / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}" / DRAFT_FOLDER
-            save_draft(self.draft, folder, base_model=self._base_model, training_state=self._training_state())
+        # before it deletes older checkpoints. One of an earlier run must not vouch for a mixture of both.
+        if self.draft is not None:
+            folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            if self.args.should_save:
+                (folder / TRAINER_STATE).unlink(missing_ok=True)
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                state = self._training_state()
+                save_draft(self.draft, folder / DRAFT_FOLDER, base_model=self._base_model, training_state=state)
         super()._save_checkpoint(model, trial)
 
     def _training_state(self) -> dict[str, Any]:

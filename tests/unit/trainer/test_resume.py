@@ -1,6 +1,7 @@
 """What a run leaves on disk, and that a resumed one continues bit for bit (groups G2-G4, G6)."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,8 @@ def test_run_killed_while_saving_resumes_from_the_older_checkpoint(tmp_path, mon
 
     def save_and_die(model, trial):
         if killed.state.global_step == 4:
+            # what an earlier run had saved there must not vouch for a mixture of both
+            shutil.copytree(tmp_path / "whole" / "checkpoint-4", tmp_path / "killed" / "checkpoint-4")
             die(monkeypatch)
         save(model, trial)
 
