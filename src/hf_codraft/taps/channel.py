@@ -254,13 +254,23 @@ class TapChannel:
             next_handle = probes[(self.rank + 1) % len(probes)][0]
             found = "" if len(probes) == 1 else open_probe(self._layer, next_handle)
             ipc_problems = [problem for problem in gather_objects(found, group) if problem]
+        nccl_problems = [problem for problem in gather_objects(self._nccl_problem(), group) if problem]
         return Surroundings(
             is_cuda=self._layer is not None,
             num_hosts=num_hosts,
             shm_problem=shm_problem,
             ipc_problem=ipc_problems[0] if ipc_problems else "",
-            has_nccl=dist.is_nccl_available(),
+            nccl_problem=nccl_problems[0] if nccl_problems else "",
         )
+
+    def _nccl_problem(self) -> str:
+        """Why NCCL can't carry the rings of which this rank is an end, or an empty string."""
+        if self._layer is None:
+            return ""  # which is decided by the device already
+        if not dist.is_nccl_available():
+            return "this torch was built without NCCL"
+        ends = [(route.owner_rank, sink) for route in self._all_routes for sink in set(self.sink_ranks)]
+        return self._layer.queue_problem(sum(source != sink and self.rank in (source, sink) for source, sink in ends))
 
     def _make_transport(self, group: dist.ProcessGroup, name: str) -> Transport | None:
         if name in ("cuda_ipc", "nccl"):

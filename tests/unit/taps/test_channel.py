@@ -197,7 +197,7 @@ TWO = [TapRoute(0, 0, 0, 8, torch.float32), TapRoute(9, 1, 1, 8, torch.float32)]
 
 
 def choose(name="auto", *, routes=TWO, sink_ranks=(1,), **changes) -> Choice:
-    around = dict(is_cuda=False, num_hosts=1, shm_problem="", ipc_problem="", has_nccl=True) | changes
+    around = dict(is_cuda=False, num_hosts=1, shm_problem="", ipc_problem="", nccl_problem="") | changes
     return choose_transport(name, routes=routes, sink_ranks=sink_ranks, surroundings=Surroundings(**around))
 
 
@@ -214,13 +214,13 @@ def test_the_automatic_choice_and_its_reason():
     assert choose(is_cuda=True, ipc_problem=segments) == Choice(
         "nccl", f"the taps lie on GPUs; not cuda_ipc: {segments}; not run on a GPU"
     )
-    assert choose(is_cuda=True, ipc_problem=segments, has_nccl=False) == Choice(
+    assert choose(is_cuda=True, ipc_problem=segments, nccl_problem="this torch was built without NCCL") == Choice(
         "relay", f"not cuda_ipc: {segments}; not nccl: this torch was built without NCCL"
     )
     with pytest.raises(
         ValueError, match=r"no transport can carry the taps to sink_ranks \(\[0, 1\]\): cuda_ipc: y; nccl: "
     ):
-        choose(is_cuda=True, ipc_problem="y", has_nccl=False, sink_ranks=(0, 1))
+        choose(is_cuda=True, ipc_problem="y", nccl_problem="this torch was built without NCCL", sink_ranks=(0, 1))
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)

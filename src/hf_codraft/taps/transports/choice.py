@@ -17,14 +17,14 @@ class Surroundings:
         num_hosts (`int`): hosts of the group's ranks; two containers with process ids of their own count as two.
         shm_problem (`str`): why the ranks can't share host memory; empty if they can.
         ipc_problem (`str`): why they can't share device memory; empty if they can.
-        has_nccl (`bool`): torch was built with NCCL.
+        nccl_problem (`str`): why NCCL can't join them; empty if it can.
     """
 
     is_cuda: bool
     num_hosts: int
     shm_problem: str
     ipc_problem: str
-    has_nccl: bool
+    nccl_problem: str
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,7 @@ def transport_problem(
         return surroundings.shm_problem
     if name == "cuda_ipc":
         return surroundings.ipc_problem
-    if name == "nccl" and not surroundings.has_nccl:
-        return "this torch was built without NCCL"
-    return ""
+    return surroundings.nccl_problem if name == "nccl" else ""
 
 
 def choose_transport(

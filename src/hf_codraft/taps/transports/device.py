@@ -97,18 +97,18 @@ class CudaLayer:
     def queue_problem(self, num_rings: int) -> str:
         # Streams beyond CUDA's queues share one, in which a stream that waits holds up what others have behind it.
         asked = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
-        num_queues = min(int(asked or _DEFAULT_QUEUES), _MAX_QUEUES)
+        num_queues = min(int(asked) if asked.isdigit() else _DEFAULT_QUEUES, _MAX_QUEUES)
         needed = _STREAMS_PER_RING * num_rings + _OTHER_STREAMS
         if needed <= num_queues:
             return ""
         remedy = (
-            f"set it to {needed} or more (at most {_MAX_QUEUES}) before CUDA starts, or use another transport"
+            f"set it to {needed} or more (at most {_MAX_QUEUES}) before CUDA starts"
             if needed <= _MAX_QUEUES
-            else f"{_MAX_QUEUES} is the most that CUDA has: use fewer taps or sinks, or another transport"
+            else f"{_MAX_QUEUES} is the most that CUDA has: use fewer taps or sinks"
         )
         return (
             f"{num_rings} ring(s) over NCCL need {needed} hardware queues, for {_STREAMS_PER_RING} streams each and "
-            f"{_OTHER_STREAMS} others, and CUDA_DEVICE_MAX_CONNECTIONS ({asked or 'not set'}) gives {num_queues}; {remedy}."
+            f"{_OTHER_STREAMS} others, and CUDA_DEVICE_MAX_CONNECTIONS ({asked or 'not set'}) gives {num_queues}; {remedy}"
         )
 
     def new_event(self, *, is_shared: bool = False) -> Any:

@@ -120,9 +120,6 @@ class NcclTransport:
         memory: dict[RingKey, torch.Tensor] = {}
 
         def allocate() -> None:
-            problem = self.layer.queue_problem(len(own))
-            if problem:
-                raise ValueError(problem)
             for key, plan in own.items():
                 is_sink = self.rank == plan.sink_rank
                 memory[key] = self.layer.allocate(plan.num_slots * plan.payload_bytes if is_sink else 1)
