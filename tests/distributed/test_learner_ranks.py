@@ -150,6 +150,7 @@ def test_a_failing_rank_is_named_with_its_traceback_while_the_other_waits(run_ra
         run_ranks(fails, 2, 1)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_and_killed(run_ranks):
     started = time.monotonic()
     with pytest.raises(pytest.fail.Exception, match=r"ranks \[.*1\] of 2 did not finish within 5 s"):

@@ -231,6 +231,7 @@ def two_ranks(rank):
             check(f"{placement} local", families.policy("qwen3"), batches[:1], setting)
 
 
+@pytest.mark.slow
 def test_every_placement_and_transport_on_two_ranks(run_ranks):
     run_ranks(two_ranks, 2)
 

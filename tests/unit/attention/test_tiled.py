@@ -265,6 +265,7 @@ def peak_bytes(draft, num_tokens: int, chunk_size: int | None) -> int:
     return live.peak
 
 
+@pytest.mark.slow
 def test_tiles_hold_less_and_grow_less():
     draft = tiny_draft()
     peaks = {chunk: [peak_bytes(draft, tokens, chunk) for tokens in (400, 800)] for chunk in (None, 40)}

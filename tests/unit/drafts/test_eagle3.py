@@ -593,6 +593,7 @@ def test_a_memory_budget_changes_what_is_sent_and_nothing_else(chunk_size):
     assert sent[0] == sent[1] < sent[2] < sent[3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_passes", [1, 3])
 @pytest.mark.parametrize("learning", ["lm_head", "fc", "k_proj", "v_proj", "q_proj", "o_proj", "nothing"])
 def test_a_partly_frozen_draft_learns_in_tiles_what_it_learns_at_once(learning, num_passes):
@@ -637,6 +638,7 @@ def test_the_kernel_is_the_callers():
         draft(batch, policy, anchors, num_passes=1, kernel="triton")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rope", ROPE.values(), ids=ROPE)
 def test_ropes_turn_alike_on_every_rank_in_every_tile(rope):
     """Rows longer than `max_position_embeddings`, where the dynamic types stretch by the longest row that they see."""

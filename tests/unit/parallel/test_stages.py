@@ -276,6 +276,7 @@ def new_bytes(before: dict[int, torch.UntypedStorage]) -> int:
     return sum(storage.nbytes() for address, storage in living_storages().items() if address not in before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "tie"), [("llama", False), ("llama", True), ("qwen3_moe", False)])
 def test_a_stage_reads_and_holds_its_share_alone(tmp_path, monkeypatch, family, tie):
     families.policy(family, tie=tie).save_pretrained(tmp_path, max_shard_size="100KB")

@@ -84,6 +84,7 @@ def test_every_plan_packing_and_route_is_exact(plan, packing, route):
         assert_equal(run_local(case, model, world), reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep_remote", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize(
