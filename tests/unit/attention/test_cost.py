@@ -79,6 +79,7 @@ def expected(costs):
     return [((c.forward.num_bytes, c.forward.num_messages), (c.sent.num_bytes, c.sent.num_messages)) for c in costs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "world", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
 )
@@ -228,6 +229,7 @@ def watched(run, world, monkeypatch, *, arriving, made_in=None) -> list[int]:
     return run_local_ranks(rank, world)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_kept", [0, 1, 2, None])
 @pytest.mark.parametrize("tile_size", [None, 8])
 def test_trunk_holds_what_is_computed_of_other_ranks(monkeypatch, num_kept, tile_size):

@@ -235,6 +235,7 @@ def watch_arrivals(transport, see) -> None:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_streaming_holds_less_in_the_backward_than_keeping(dtype):
     """On the last rank of a contiguous row, which sees all keys and whose own nobody else sees."""

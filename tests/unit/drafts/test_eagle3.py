@@ -573,6 +573,7 @@ def test_ranks_with_nothing_to_learn_take_part(rows, world, plan, flags, chunk_s
     assert_same(got, whole_row(draft, batch, policy, num_passes=3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk_size", [None, 5], ids=["whole", "tiles"])
 def test_a_memory_budget_changes_what_is_sent_and_nothing_else(chunk_size):
     draft, batch, policy = tiny_draft(), tiny_batch(ROWS["mixed"]), tiny_weights()

@@ -73,6 +73,7 @@ def test_logits_and_gradients_equal_transformers_on_the_separate_rows(name, worl
     assert_equal(run_local(case, model, world), truth(case, model))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("route", ["direct", "ring"])
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("plan", PLANS)
