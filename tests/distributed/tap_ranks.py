@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +36,12 @@ def _main(payload: bytes, rank: int, num_ranks: int, address: str, connection) -
     except Exception as error:
         outcome = Outcome(error=type(error).__name__, text=str(error), ended_at_s=time.monotonic())
     connection.send(outcome)
+
+
+def shared_files() -> set[str]:
+    """What lies in the host's shared memory."""
+    names = {path.name for path in Path("/dev/shm").iterdir()}
+    return {name for name in names if not name.startswith("sem.")}  # of other programs' locks; taps have none
 
 
 def free_address() -> str:

@@ -13,14 +13,13 @@ import time
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
 
 import families
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tap_ranks import outcomes_of
+from tap_ranks import outcomes_of, shared_files
 from torch import distributed as dist
 
 from hf_codraft.drafts.learner import DraftLearner
@@ -661,11 +660,6 @@ def stops_in_step(rank, victim, signal_number, placement, num_slots, folder):
     elif rank == victim:
         draft.channel.release = stop
     draft.train_step(families.batch(8, 12), next_token_loss)
-
-
-def shared_files():
-    names = {path.name for path in Path("/dev/shm").iterdir()}
-    return {name for name in names if not name.startswith("sem.")}  # of other programs' locks; taps have none
 
 
 @pytest.mark.slow

@@ -13,18 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tap_ranks import chain_routes, open_channel, outcomes_of, outcomes_of_cases, run_step, values_of
+from tap_ranks import chain_routes, open_channel, outcomes_of, outcomes_of_cases, run_step, shared_files, values_of
 from torch import distributed as dist
 
 from hf_codraft.taps.channel import TapChannel, TapError, TapProtocolError, TapRoute
 from hf_codraft.taps.slots import Action, check_num_slots, place_draft
 
 transports = pytest.mark.parametrize("transport", ["shm", "gloo"])
-
-
-def shared_files() -> set[str]:
-    names = {path.name for path in Path("/dev/shm").iterdir()}
-    return {name for name in names if not name.startswith("sem.")}  # of other programs' locks; taps have none
 
 
 @pytest.fixture(scope="module")

@@ -39,18 +39,6 @@ class HeaderFirst(ShmRing):
         self._write_payload(header, payload)
 
 
-class EarlyRelease(ShmRing):
-    """Gives the slot back as soon as it was read."""
-
-    def read(self, sequence):
-        message = super().read(sequence)
-        super().release()
-        return message
-
-    def release(self):
-        pass
-
-
 class NoBackPressure(ShmRing):
     """Writes into slots that are still held."""
 
@@ -59,18 +47,6 @@ class NoBackPressure(ShmRing):
 
 
 # Broken rings over gloo, whose header and payload travel as one message
-
-
-class EarlyReceive(GlooRing):
-    """Lets the next message into the slot as soon as it was read."""
-
-    def read(self, sequence):
-        message = super().read(sequence)
-        super().release()
-        return message
-
-    def release(self):
-        pass
 
 
 class Overwriting(GlooRing):
@@ -94,7 +70,19 @@ class SharedTag(GlooRing):
         super().__init__(plan, backend, **(kwargs | {"tag": 0}))
 
 
-# Broken sources of any ring
+# Broken ends of any ring
+
+
+class EarlyRelease:
+    """Gives the slot back, or lets the next message into it, as soon as it was read."""
+
+    def read(self, sequence):
+        message = super().read(sequence)
+        super().release()
+        return message
+
+    def release(self):
+        pass
 
 
 class LostTap:
@@ -140,7 +128,7 @@ MUTANTS = {
     # The second one takes the slot of another message: it is read in its place, or the ring stands still.
     ("shm", SentTwice): ("TapProtocolError", "TapTimeout"),
     ("shm", WrongBytes): ("TapProtocolError",),
-    ("gloo", EarlyReceive): ("TapProtocolError",),
+    ("gloo", EarlyRelease): ("TapProtocolError",),
     ("gloo", Overwriting): ("TapProtocolError",),
     ("gloo", SharedTag): ("TapProtocolError",),
     ("gloo", LostTap): ("TapProtocolError",),

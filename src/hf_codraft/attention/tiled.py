@@ -94,17 +94,10 @@ class _TileTrunk(Trunk):
 
     tie: torch.Tensor | None = None
 
-    def attend(
-        self,
-        q_AND: torch.Tensor,
-        queries: Queries,
-        *,
-        branch_k: Sequence[torch.Tensor] = (),
-        branch_v: Sequence[torch.Tensor] = (),
-    ) -> torch.Tensor:
+    def attend(self, q_AND: torch.Tensor, queries: Queries, **branches: Sequence[torch.Tensor]) -> torch.Tensor:
         if self.tie is not None and not q_AND.requires_grad:
             q_AND = q_AND + self.tie
-        return super().attend(q_AND, queries, branch_k=branch_k, branch_v=branch_v)
+        return super().attend(q_AND, queries, **branches)
 
 
 def _open_trunk(passes: TiledPasses, token_tiles: list[slice], *, is_differentiated: bool) -> _TileTrunk:
