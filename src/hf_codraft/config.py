@@ -116,7 +116,14 @@ class CoDraftGRPOConfig(GRPOConfig):
     )
     draft_warmup_epochs: int = field(default=1, metadata={"help": "Passes over the warm-up rollouts."})
     draft_warmup_batch_size: int = field(
-        default=16, metadata={"help": "Rows per optimizer step of the warm-up, a rank."}
+        default=16, metadata={"help": "Rows per optimizer step of the warm-up, over all ranks."}
+    )
+    draft_warmup_host_gb: float = field(
+        default=8.0,
+        metadata={
+            "help": "With more than one draft_warmup_epochs: GiB of host memory a rank in which hidden states of the policy are "
+            "kept between epochs; those that do not fit are computed anew."
+        },
     )
     draft_warmup_learning_rate: float | None = field(
         default=None, metadata={"help": "Peak learning rate of the warm-up (cosine); draft_learning_rate by default."}
@@ -162,7 +169,7 @@ class CoDraftGRPOConfig(GRPOConfig):
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
         for name in (
             "draft_loss_weight", "draft_learning_rate", "draft_weight_decay", "draft_max_grad_norm", "draft_warmup_rollouts",
-            "draft_warmup_steps", "draft_warmup_learning_rate",
+            "draft_warmup_steps", "draft_warmup_learning_rate", "draft_warmup_host_gb",
         ):  # fmt: skip
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}.")

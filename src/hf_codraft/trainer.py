@@ -81,7 +81,7 @@ class CoDraftGRPOTrainer(GRPOTrainer):
         self._seconds: dict[str, float] = defaultdict(float)
         self.phase_seconds: list[dict[str, float]] = []  # a dict an optimizer step, with or without a draft
         self._pending: dict[str, torch.Tensor] | None = None
-        self._is_warm = False
+        self._is_warm = self._ends_when_warm = False
         self.num_warmup_tokens = 0
         self._check_arguments(args, draft, kwargs.get("processing_class"))
         with self._engine(args):
@@ -265,27 +265,52 @@ class CoDraftGRPOTrainer(GRPOTrainer):
 
     # Around the steps
 
-    def train(self, resume_from_checkpoint=None, **kwargs):
-        """`Trainer.train`, after the draft's warm start; `resume_from_checkpoint=True` takes the last complete checkpoint."""
+    def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
+        """`Trainer.train`, with the draft's warm start before its first step.
+
+        `resume_from_checkpoint=True` takes the last complete checkpoint; a resumed run has its warm start behind it.
+        """
         if resume_from_checkpoint is True and self.draft is not None:
             resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
                 raise ValueError(f"no complete checkpoint with a draft was found in {self.args.output_dir}.")
-        if not resume_from_checkpoint:
-            self.warm_up_draft()
-        output = super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+        output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         if self.draft is not None and self.args.save_strategy != "no":
             self._save_draft(Path(self.args.output_dir))
         return output
 
+    @property
+    def _needs_warm_up(self) -> bool:
+        return self.draft is not None and not self._is_warm and self.args.draft_warmup_rollouts > 0
+
+    def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
+        # The warm start needs the policy as it is trained (wrapped, sharded, a checkpoint loaded); this is where it is.
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        if self._needs_warm_up:
+            warm_up(self)
+            self._is_warm = True
+            if self.use_vllm:
+                self._last_loaded_step = -1  # the engine still has the cold draft
+        if self._ends_when_warm:
+            raise _Warm
+        return prepared
+
     def warm_up_draft(self) -> None:
-        """Starts the draft on rollouts of the policy (`draft_warmup_rollouts` of them); does nothing the second time."""
-        if self.draft is None or self._is_warm or self.args.draft_warmup_rollouts == 0:
+        """Starts the draft on rollouts of the policy (`draft_warmup_rollouts` of them); does nothing the second time.
+
+        [`train`] does this itself; alone it prepares the policy as `train` does and stops before the first step.
+        """
+        if not self._needs_warm_up:
             return
-        warm_up(self)
-        self._is_warm = True
-        if self.use_vllm:
-            self._last_loaded_step = -1  # the engine still has the cold draft
+        self._ends_when_warm = True
+        devices = [self.accelerator.device] if self.accelerator.device.type == "cuda" else []
+        try:
+            with torch.random.fork_rng(devices):
+                super().train()
+        except _Warm:
+            pass
+        finally:
+            self._ends_when_warm = self.is_in_train = False
 
     # 5. Save
 
@@ -343,6 +368,10 @@ class CoDraftGRPOTrainer(GRPOTrainer):
         if not self.is_world_process_zero():
             return None
         return push_draft(Path(self.args.output_dir) / DRAFT_FOLDER, repo_id, **kwargs)
+
+
+class _Warm(Exception):
+    """Leaves `train` between its preparations and its first step."""
 
 
 class _StepClock(TrainerCallback):

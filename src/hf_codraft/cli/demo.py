@@ -109,7 +109,7 @@ def train_variant(variant: str, scale: Scale, args: argparse.Namespace) -> None:
 
     import torch
     from peft import LoraConfig
-    from transformers import PrinterCallback, ProgressCallback
+    from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
     from hf_codraft import CoDraftGRPOConfig, CoDraftGRPOTrainer, save_draft
     from hf_codraft.cli.model import unpack_smollm2
@@ -164,14 +164,17 @@ def train_variant(variant: str, scale: Scale, args: argparse.Namespace) -> None:
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(StepPrinter(scale.steps, trainer.phase_seconds))
-    started = time.perf_counter()
-    trainer.warm_up_draft()
-    warmup_s = time.perf_counter() - started
-    if variant == "cotrained":
-        save_draft(trainer.draft, warm_draft, base_model=trainer.anatomy.model.config._name_or_path)
-    started = time.perf_counter()
+    times = [time.perf_counter()]
+
+    class WhenWarm(TrainerCallback):
+        def on_train_begin(self, *_, **__):  # the warm start lies behind it
+            times.append(time.perf_counter())
+            if variant == "cotrained":
+                save_draft(trainer.draft, warm_draft, base_model=trainer.anatomy.model.config._name_or_path)
+
+    trainer.add_callback(WhenWarm())
     trainer.train()
-    train_s = time.perf_counter() - started
+    warmup_s, train_s = times[1] - times[0], time.perf_counter() - times[1]
     trainer.save_model()
     history = [entry for entry in trainer.state.log_history if "reward" in entry]
     # A run without a draft logs no times.

@@ -69,6 +69,9 @@ def codraft(
     trainer=FixedCoDraftGRPOTrainer,
     peft_config=None,
     eval_dataset=None,
+    train_dataset=None,
+    processing_class=None,
+    environment_factory=None,
     **changes,
 ) -> CoDraftGRPOTrainer:
     """Ours on the same policy."""
@@ -78,8 +81,8 @@ def codraft(
         warnings.filterwarnings("ignore", message="use_vllm=False")
         return trainer(
             model or _policy(), tiny.reward, CoDraftGRPOConfig(**settings(folder, **changes)),
-            train_dataset=tiny.prompts(), processing_class=tiny.tokenizer(), peft_config=peft_config, draft=draft,
-            eval_dataset=eval_dataset,
+            train_dataset=train_dataset or tiny.prompts(), processing_class=processing_class or tiny.tokenizer(),
+            peft_config=peft_config, draft=draft, eval_dataset=eval_dataset, environment_factory=environment_factory,
         )  # fmt: skip
 
 
