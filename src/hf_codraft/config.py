@@ -63,9 +63,12 @@ class CoDraftGRPOConfig(GRPOConfig):
     draft_loss_weight: float = field(
         default=1.0, metadata={"help": "Factor of the draft's loss; 0 does not train it."}
     )
-    draft_learning_rate: float = field(
-        default=3e-4,
-        metadata={"help": "Learning rate of the draft's own AdamW. Small drafts (hidden 576) learn at 1e-3."},
+    draft_learning_rate: float | None = field(
+        default=None,
+        metadata={
+            "help": "Learning rate of the draft's own AdamW during GRPO. By default 3e-4 at hidden size 576 and inversely "
+            "proportional to the hidden size (4.2e-5 at 4096), as muP has it for Adam."
+        },
     )
     draft_lr_scheduler_type: str = field(
         default="constant",
@@ -104,6 +107,20 @@ class CoDraftGRPOConfig(GRPOConfig):
             "against; 1 where rollouts are greedy) or a number."
         },
     )
+    draft_updates_per_step: int = field(
+        default=4,
+        metadata={
+            "help": "Optimizer steps of the draft for each of the policy's; they share its rows, so that more of them cost "
+            "no more, but each sees fewer."
+        },
+    )
+    draft_rollback: bool = field(
+        default=True,
+        metadata={
+            "help": "Measure the draft before and after its updates on a quarter of the step's rows, which teach it one step "
+            "later, and undo updates that made it worse there beyond noise."
+        },
+    )
     draft_update_every: int = field(
         default=1, metadata={"help": "Train the draft on one of this many optimizer steps of the policy."}
     )
@@ -126,7 +143,11 @@ class CoDraftGRPOConfig(GRPOConfig):
         },
     )
     draft_warmup_learning_rate: float | None = field(
-        default=None, metadata={"help": "Peak learning rate of the warm-up (cosine); draft_learning_rate by default."}
+        default=None,
+        metadata={
+            "help": "Peak learning rate of the warm-up (cosine). By default 1e-3 at hidden size 576, scaled as "
+            "draft_learning_rate is. Moments carry over into GRPO."
+        },
     )
     freeze_draft: bool = field(
         default=False,
@@ -164,7 +185,13 @@ class CoDraftGRPOConfig(GRPOConfig):
             raise ValueError(
                 f"rollout_dtype must be 'auto', 'bfloat16', 'float16' or 'float32', got {self.rollout_dtype!r}."
             )
-        for name in ("draft_update_every", "draft_warmup_epochs", "draft_warmup_batch_size", "draft_loss_chunk_size"):
+        for name in (
+            "draft_update_every",
+            "draft_updates_per_step",
+            "draft_warmup_epochs",
+            "draft_warmup_batch_size",
+            "draft_loss_chunk_size",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
         for name in (

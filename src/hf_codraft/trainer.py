@@ -12,6 +12,7 @@ The policy's loss, gradient, clip and update are computed by TRL on the tensors 
 weights stay the same bit for bit on the same rollouts.
 """
 
+import math
 import time
 import warnings
 from collections import defaultdict
@@ -30,7 +31,8 @@ from hf_codraft._compat import check_version
 from hf_codraft._optional import require
 from hf_codraft.config import DEFAULT_SPECULATIVE_TOKENS, CoDraftGRPOConfig, check_speculation
 from hf_codraft.drafts.eagle3 import Eagle3Draft
-from hf_codraft.drafts.learner import DraftLearner, DraftStep
+from hf_codraft.drafts.learner import DraftLearner, default_learning_rate
+from hf_codraft.drafts.updates import DraftUpdates, WindowReport
 from hf_codraft.hub.checkpoint import (
     TRAINER_STATE,
     last_complete_checkpoint,
@@ -147,11 +149,11 @@ class CoDraftGRPOTrainer(GRPOTrainer):
         return self.draft
 
     def _build_learner(self) -> None:
-        args = self.args
+        args, width = self.args, self.draft.config.hidden_size
         self.learner = DraftLearner(
             self.draft,
             num_passes=args.num_speculative_tokens or DEFAULT_SPECULATIVE_TOKENS,
-            learning_rate=args.draft_learning_rate,
+            learning_rate=args.draft_learning_rate or default_learning_rate(width, is_warm_start=False),
             weight_decay=args.draft_weight_decay,
             max_grad_norm=args.draft_max_grad_norm,
             loss_type=args.draft_loss_type,
@@ -160,9 +162,16 @@ class CoDraftGRPOTrainer(GRPOTrainer):
             chunk_size=args.draft_loss_chunk_size,
             loss_weight=args.draft_loss_weight,
             scheduler=args.draft_lr_scheduler_type,
-            scheduler_steps=args.max_steps if args.max_steps > 0 else None,
+            scheduler_steps=args.max_steps * args.draft_updates_per_step if args.max_steps > 0 else None,
             warmup_steps=args.draft_warmup_steps,
             autocast=self.accelerator.autocast,
+        )
+        self.draft_updates = DraftUpdates(
+            self.learner,
+            num_updates=args.draft_updates_per_step,
+            is_checked=args.draft_rollback,
+            is_greedy=args.draft_sample_method == "greedy" or args.temperature == 0,
+            seed=args.seed,
         )
 
     @property
@@ -237,31 +246,35 @@ class CoDraftGRPOTrainer(GRPOTrainer):
     # 3. Draft step
 
     def _draft_step(self) -> None:
-        """Adds this piece of the batch to the draft's gradient, and updates the draft where the policy is updated."""
+        """Keeps this piece of the batch, and updates the draft on all of them where the policy is updated."""
         started = time.perf_counter()
-        batch = pack_completions(self._pending, self._recorder.take())
+        self.draft_updates.add(pack_completions(self._pending, self._recorder.take()))
         self._pending = None
-        self.learner.accumulate(batch, self._policy_weights())
         if self.accelerator.sync_gradients:
-            self._log_draft_step(self.learner.step())
+            self._log_draft_step(self.draft_updates.run(self._policy_weights()))
         self._seconds["draft"] += time.perf_counter() - started
 
     def _policy_weights(self) -> PolicyWeights:
         with self._dist.gather_params(self.anatomy.borrowed_parameters()):
             return self.anatomy.weights()
 
-    def _log_draft_step(self, step: DraftStep) -> None:
+    def _log_draft_step(self, window: WindowReport) -> None:
         metrics = self._metrics["train"]
         metrics["draft/skipped_steps"] = [float(self.learner.num_skipped)]
-        if step.is_skipped or step.num_supervised == 0:
-            return
-        metrics["draft/loss"].append(step.loss)
-        metrics["draft/grad_norm"].append(step.grad_norm)
-        metrics["draft/learning_rate"] = [self.learner.lr_scheduler.get_last_lr()[0]]
-        metrics["draft/vocab_coverage"].append(step.vocab_coverage)
-        for number, (loss, accept) in enumerate(zip(step.loss_passes, step.accept_passes, strict=True), start=1):
-            metrics[f"draft/loss_pass_{number}"].append(loss)
-            metrics[f"draft/expected_accept/pass_{number}"].append(accept)
+        metrics["draft/rolled_back"] = [float(self.draft_updates.num_rolled_back)]
+        if not math.isnan(window.expected_before):
+            metrics["draft/expected_accept_length"].append(window.expected_before)
+            metrics["draft/expected_accept_length_updated"].append(window.expected_after)
+        metrics["draft/learning_rate"] = [window.learning_rate]
+        for step in window.steps:
+            if step.is_skipped or step.num_supervised == 0:
+                continue
+            metrics["draft/loss"].append(step.loss)
+            metrics["draft/grad_norm"].append(step.grad_norm)
+            metrics["draft/vocab_coverage"].append(step.vocab_coverage)
+            for number, (loss, accept) in enumerate(zip(step.loss_passes, step.accept_passes, strict=True), start=1):
+                metrics[f"draft/loss_pass_{number}"].append(loss)
+                metrics[f"draft/expected_accept/pass_{number}"].append(accept)
 
     # Around the steps
 
@@ -325,11 +338,32 @@ class CoDraftGRPOTrainer(GRPOTrainer):
             if self.args.should_save:
                 state = self._training_state()
                 save_draft(self.draft, folder / DRAFT_FOLDER, base_model=self._base_model, training_state=state)
+            torch.save(self.draft_updates.rows_state_dict(), self._rows_file(folder))
         super()._save_checkpoint(model, trial)
+
+    def _rows_file(self, checkpoint: Path) -> Path:
+        """Every rank's own file of the rows that wait, as transformers has one for its random state."""
+        return checkpoint / f"draft_rows_{self.accelerator.process_index}.pt"
+
+    def _load_rows(self, checkpoint: Path) -> dict[str, Any]:
+        file = self._rows_file(checkpoint)
+        if file.is_file():
+            return torch.load(file, map_location="cpu", weights_only=True)
+        warnings.warn(
+            f"{file} is missing (was the checkpoint written by fewer ranks?), so the rows that the draft's last check held "
+            "out are lost: the draft's run goes on, but not bit for bit.",
+            stacklevel=2,
+        )
+        return {}
 
     def _training_state(self) -> dict[str, Any]:
         version = self.vllm_generation.version if self.use_vllm and self.vllm_mode == "colocate" else 0
-        return {"learner": self.learner.state_dict(), "refit_version": version, "seed": self.args.seed}
+        return {
+            "learner": self.learner.state_dict(),
+            "updates": self.draft_updates.state_dict(),
+            "refit_version": version,
+            "seed": self.args.seed,
+        }
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -337,6 +371,8 @@ class CoDraftGRPOTrainer(GRPOTrainer):
             return
         state = load_training_state(self.draft, Path(checkpoint) / DRAFT_FOLDER)
         self.learner.load_state_dict(state["learner"])
+        self.draft_updates.load_state_dict(state["updates"])
+        self.draft_updates.load_rows_state_dict(self._load_rows(Path(checkpoint)))
         self._is_warm = True
         if self.use_vllm:
             self.vllm_generation.version = state["refit_version"]

@@ -11,18 +11,16 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.optim.lr_scheduler import LambdaLR
 from tqdm.auto import tqdm
 from trl.trainer.utils import pad
 
-from hf_codraft.attention.shard import Shard
-from hf_codraft.drafts.learner import DraftLearner, DraftStep
+from hf_codraft.drafts.learner import DraftLearner, DraftStep, default_learning_rate
 from hf_codraft.drafts.vocabulary import select_draft_vocab
 from hf_codraft.policy.packing import pack_rows
 from hf_codraft.taps.packed import PackedBatch, PolicyWeights
@@ -72,14 +70,17 @@ def warm_up(trainer: "CoDraftGRPOTrainer") -> None:
             if trainer.draft.is_vocab_open:
                 choose_vocabulary(trainer, rows)
             batches = TappedRows(trainer, rows)
-            learn(
-                _warm_learner(trainer, len(batches) * args.draft_warmup_epochs),
-                batches,
-                trainer._policy_weights(),
-                epochs=args.draft_warmup_epochs,
-                seed=args.seed + 1,
-                bar=_bar(trainer, len(batches) * args.draft_warmup_epochs, "draft"),
-            )
+            num_steps, width = len(batches) * args.draft_warmup_epochs, trainer.draft.config.hidden_size
+            peak = args.draft_warmup_learning_rate or default_learning_rate(width, is_warm_start=True)
+            with trainer.learner.following(rise_and_fall(num_steps), peak=peak):
+                learn(
+                    trainer.learner,
+                    batches,
+                    trainer._policy_weights(),
+                    epochs=args.draft_warmup_epochs,
+                    seed=args.seed + 1,
+                    bar=_bar(trainer, num_steps, "draft"),
+                )
         finally:
             trainer.model.train(was_training)
 
@@ -269,12 +270,12 @@ class TappedRows:
     def __getitem__(self, number: int) -> PackedBatch:
         device = self.trainer.accelerator.device
         if number in self.kept:
-            return _moved(self.kept[number], device)
+            return self.kept[number].to(device)
         batch = tap(self.trainer, self.pieces[number])
         if self.num_kept is None:
             self.num_kept = self._count_fitting(batch)
         if number < self.num_kept:
-            self.kept[number] = _moved(batch, torch.device("cpu"))
+            self.kept[number] = batch.to(torch.device("cpu"))
         return batch
 
     def _count_fitting(self, batch: PackedBatch) -> int:
@@ -294,29 +295,7 @@ class TappedRows:
         return fitting
 
 
-def _moved(batch: PackedBatch, device: torch.device) -> PackedBatch:
-    names = ("token_ids_T", "supervised_T", "taps_TX", "hidden_TH")
-    # A shard remembers tensors on the device that it was used on.
-    return replace(batch, shard=Shard(batch.layout), **{name: getattr(batch, name).to(device) for name in names})
-
-
 # Epochs of a learner
-
-
-def _warm_learner(trainer: "CoDraftGRPOTrainer", num_steps: int) -> DraftLearner:
-    """A learner of the same draft, so that GRPO starts with a fresh optimizer and schedule."""
-    args = trainer.args
-    assert trainer.learner is not None
-    learner = replace(
-        trainer.learner,
-        learning_rate=args.draft_warmup_learning_rate or args.draft_learning_rate,
-        loss_weight=1.0,
-        scheduler="constant",
-        scheduler_steps=None,
-        warmup_steps=0,
-    )
-    learner.lr_scheduler = LambdaLR(learner.optimizer, rise_and_fall(num_steps))
-    return learner
 
 
 def rise_and_fall(num_steps: int, num_rising: int = 3) -> Callable[[int], float]:

@@ -5,19 +5,33 @@ split over accumulation pieces and ranks, the gradient is that of the whole.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from hf_codraft.drafts.eagle3 import Eagle3Draft
+from hf_codraft.drafts.expected import ExpectedAcceptance
 from hf_codraft.taps.packed import PackedBatch, PolicyWeights
 
 MAX_SKIPPED_IN_A_ROW = 3
+REFERENCE_WIDTH = 576  # hidden size at which learning rates were chosen by measuring (docs/co_training.md)
+WARM_START_RATE, CO_TRAINING_RATE = 1e-3, 3e-4
+
+
+def default_learning_rate(hidden_size: int, *, is_warm_start: bool) -> float:
+    """Adam's learning rate for a draft of this hidden size.
+
+    It falls as the fan-in of the matrices rises: muP (arXiv 2203.03466, table 8) keeps the size of an update's effect by a rate
+    proportional to 1 / fan-in. Below half of the reference width it rises no further.
+    """
+    rate = WARM_START_RATE if is_warm_start else CO_TRAINING_RATE
+    return rate * min(REFERENCE_WIDTH / hidden_size, 2.0)
 
 
 @dataclass(frozen=True)
@@ -75,6 +89,8 @@ class DraftLearner:
     warmup_steps: int = 0
     autocast: Callable[[], AbstractContextManager] = nullcontext
     groups: Sequence[dist.ProcessGroup | None] | None = None
+    lr_scale: float = field(default=1.0, init=False)
+    """Factor of the scheduled learning rate; a power of 2."""
     num_steps: int = field(default=0, init=False)
     num_skipped: int = field(default=0, init=False)
     num_skipped_in_a_row: int = field(default=0, init=False)
@@ -94,6 +110,35 @@ class DraftLearner:
             num_training_steps=self.scheduler_steps,
         )
         self._clear_sums()
+
+    @contextmanager
+    def following(self, factor: Callable[[int], float], *, peak: float) -> Iterator[None]:
+        """Steps by another learning rate while open, `peak * factor(step)`; moments go on, before and after.
+
+        What the moments have gathered carries over: an optimizer that begins anew takes full steps in the direction of
+        single batches, which undid much of a warm start (loss 0.95 before the first such step, 2.99 after it).
+        """
+        groups, schedule, counters = self.optimizer.param_groups, self.lr_scheduler, (self.num_steps, self.num_skipped)
+        rates = [(group["lr"], group["initial_lr"]) for group in groups]
+        for group in groups:
+            group["lr"] = group["initial_lr"] = peak
+        self.lr_scheduler = LambdaLR(self.optimizer, factor)
+        try:
+            yield
+        finally:
+            self.lr_scheduler = schedule
+            self.num_steps, self.num_skipped = counters
+            for group, (rate, initial) in zip(groups, rates, strict=True):
+                group["lr"], group["initial_lr"] = rate, initial
+
+    @property
+    def last_lr(self) -> float:
+        """Learning rate of the next step."""
+        return self.lr_scheduler.get_last_lr()[0] * self.lr_scale
+
+    @property
+    def has_moments(self) -> bool:
+        return bool(self.optimizer.state)
 
     def _clear_sums(self) -> None:
         device = self.parameters[0].device
@@ -134,7 +179,7 @@ class DraftLearner:
         except Exception as error:  # such as too little memory: no rank may wait for this one's gradient
             failure = error
             self._sums[0].fill_(math.nan)
-        self._sum_over_ranks(self._sums, self._covered)
+        self.sum_over_ranks(self._sums, self._covered)
         loss_sum_K, accept_sum_K, count_K = self._sums
         covered = self._covered
         self._clear_sums()
@@ -147,7 +192,7 @@ class DraftLearner:
         loss = ((weights_K * loss_sum_K).sum() / denominator).item()
         grad_norm = math.nan
         if math.isfinite(loss):  # which all ranks know alike
-            self._sum_over_ranks(flat)
+            self.sum_over_ranks(flat)
             flat.mul_(self.loss_weight / denominator.to(flat.dtype))
             grad_norm = torch.linalg.vector_norm(flat).item()
         is_skipped = not math.isfinite(grad_norm)
@@ -157,7 +202,7 @@ class DraftLearner:
             if self.max_grad_norm and grad_norm > self.max_grad_norm:
                 flat.mul_(self.max_grad_norm / grad_norm)
             self._scatter_gradients(flat)
-            self.optimizer.step()
+            self._scaled_step()
             self.optimizer.zero_grad(set_to_none=True)
             self.lr_scheduler.step()
             self.num_steps += 1
@@ -173,6 +218,42 @@ class DraftLearner:
             is_skipped,
         )
 
+    def _scaled_step(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] *= self.lr_scale
+        self.optimizer.step()
+        for group in self.optimizer.param_groups:
+            group["lr"] /= self.lr_scale
+
+    def expected_acceptance(
+        self, batch: PackedBatch, policy: PolicyWeights, *, is_greedy: bool = False
+    ) -> ExpectedAcceptance:
+        """See [`Eagle3Draft.expected_acceptance`]; in the learner's precision, of the learner's passes and temperature."""
+        with self.autocast():
+            return self.draft.expected_acceptance(
+                batch, policy, num_passes=self.num_passes, temperature=self.temperature, is_greedy=is_greedy,
+                chunk_size=self.chunk_size or 512,
+            )  # fmt: skip
+
+    def snapshot(self) -> list[torch.Tensor]:
+        """Weights and moments as they are, on the host: a device has no room for a second set."""
+        return [tensor.detach().to("cpu", copy=True) for tensor in self._tensors()]
+
+    @torch.no_grad()
+    def restore(self, snapshot: list[torch.Tensor]) -> None:
+        """Puts weights and moments back; a moment that did not exist then is 0."""
+        for index, tensor in enumerate(self._tensors()):
+            if index < len(snapshot):
+                tensor.copy_(snapshot[index])
+            else:
+                tensor.zero_()
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        """Weights, then moments: those may come later, so that a snapshot without them is a beginning of one with them."""
+        yield from self.parameters
+        for parameter in self.parameters:
+            yield from (x for x in self.optimizer.state.get(parameter, {}).values() if isinstance(x, torch.Tensor))
+
     def _skip(self, loss: float, grad_norm: float) -> None:
         self.num_skipped += 1
         self.num_skipped_in_a_row += 1
@@ -186,7 +267,8 @@ class DraftLearner:
     def _flat_gradient(self) -> torch.Tensor:
         return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in self.parameters])
 
-    def _sum_over_ranks(self, *tensors: torch.Tensor) -> None:
+    def sum_over_ranks(self, *tensors: torch.Tensor) -> None:
+        """Adds tensors up over the learner's groups, in place."""
         groups = self.groups
         if groups is None:
             has_peers = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -204,6 +286,7 @@ class DraftLearner:
         return {
             "optimizer": self.optimizer.state_dict(),
             "lr_scheduler": self.lr_scheduler.state_dict(),
+            "lr_scale": self.lr_scale,
             "num_steps": self.num_steps,
             "num_skipped": self.num_skipped,
             "num_skipped_in_a_row": self.num_skipped_in_a_row,
@@ -212,6 +295,7 @@ class DraftLearner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state["optimizer"])
         self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        self.lr_scale = state["lr_scale"]
         self.num_steps = state["num_steps"]
         self.num_skipped = state["num_skipped"]
         self.num_skipped_in_a_row = state["num_skipped_in_a_row"]

@@ -3,6 +3,7 @@
 Legend: T packed tokens, X concatenated taps, H hidden width, V vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +37,33 @@ class PackedBatch:
     def layout(self) -> PackedLayout:
         """Of the whole row."""
         return self.shard.layout
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(x.nbytes for x in (self.token_ids_T, self.supervised_T, self.taps_TX, self.hidden_TH))
+
+    def to(self, device: torch.device) -> "PackedBatch":
+        """The same batch on another device; its shard is a new one, since a shard remembers tensors where it was used."""
+        parts = (self.token_ids_T, self.supervised_T, self.taps_TX, self.hidden_TH)
+        return PackedBatch(Shard(self.layout), *(x.to(device) for x in parts))
+
+    def segments(self) -> list["PackedBatch"]:
+        """Every segment of a row that is not sharded, as a batch of its own (copies, which hold no other's memory)."""
+        if self.layout.world != 1:
+            raise ValueError(f"a row that is sharded over {self.layout.world} ranks cannot be cut into its segments.")
+        segments = []
+        for start, end in self.layout.segments:
+            shard = Shard(PackedLayout.from_lengths([end - start]))
+            parts = (self.token_ids_T, self.supervised_T, self.taps_TX, self.hidden_TH)
+            segments.append(PackedBatch(shard, *(x[start:end].clone() for x in parts)))
+        return segments
+
+    @classmethod
+    def join(cls, batches: Sequence["PackedBatch"]) -> "PackedBatch":
+        """One packed row of several, none of them sharded, one after another; at least one."""
+        lengths = [end - start for batch in batches for start, end in batch.layout.segments]
+        parts = [(b.token_ids_T, b.supervised_T, b.taps_TX, b.hidden_TH) for b in batches]
+        return cls(Shard(PackedLayout.from_lengths(lengths)), *(torch.cat(column) for column in zip(*parts)))
 
 
 @dataclass(frozen=True)

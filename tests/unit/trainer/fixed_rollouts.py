@@ -12,6 +12,8 @@ from trl import GRPOConfig, GRPOTrainer
 from hf_codraft import CoDraftGRPOConfig, CoDraftGRPOTrainer
 
 EOS, FIRST_LETTER = 1, 3
+# The draft's plainest training: one step on all rows of the policy's.
+ONE_UPDATE = {"draft_learning_rate": 2e-3, "draft_updates_per_step": 1, "draft_rollback": False}
 
 gc.collect()
 gc.freeze()  # accelerate collects garbage at every `train()`; over all imported modules that is most of a short run
@@ -76,7 +78,7 @@ def codraft(
 ) -> CoDraftGRPOTrainer:
     """Ours on the same policy."""
     torch.manual_seed(1)
-    changes = ({"draft_learning_rate": 2e-3} if draft is not None else {}) | changes
+    changes = (ONE_UPDATE if draft is not None else {}) | changes
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="use_vllm=False")
         return trainer(
