@@ -24,7 +24,8 @@ from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalL
 
 from hf_codraft.drafts.eagle3 import Eagle3Draft, Eagle3DraftConfig, default_tap_ids
 from hf_codraft.drafts.learner import DraftLearner
-from hf_codraft.hub.checkpoint import last_complete_checkpoint, load_training_state, save_draft
+from hf_codraft.hub.checkpoint import load_training_state, save_draft
+from hf_codraft.hub.history import last_complete_checkpoint
 from hf_codraft.parallel.accelerator import PipelineAccelerator
 from hf_codraft.parallel.config import CoDraftParallelismConfig
 from hf_codraft.parallel.loading import load_stage
@@ -154,7 +155,8 @@ def main() -> None:
     step = 0
     if start is not None:
         step = accelerator.load_training_state(Path(start) / "state", optimizer=optimizer)["step"]
-        learner.load_state_dict(load_training_state(learner.draft, Path(start) / "draft"))
+        saved = load_training_state(learner.draft, Path(start) / "draft", like=learner.state_dict())
+        learner.load_state_dict(saved)
         accelerator.print(f"resumed from {start}")
     rows = batches(encode, num_rows=options.rows, length=options.length, max_steps=options.max_steps)
     loss_function = partial(next_token_loss, num_items=options.rows * (options.length - 1))

@@ -96,6 +96,10 @@ class CoDraftGRPOConfig(GRPOConfig):
             "help": "Hidden states a fresh draft reads, in vLLM's convention (id j: after j layers). EAGLE-3: 2, N//2, N-3."
         },
     )
+    draft_base_mismatch: str = field(
+        default="warn",
+        metadata={"help": "What a draft that names another policy as its own meets: 'warn' or 'error'."},
+    )
     ttt_pass_weights: list[float] | None = field(
         default=None,
         metadata={"help": "Weight of the loss of every pass (num_speculative_tokens of them); 1 by default."},
@@ -179,6 +183,8 @@ class CoDraftGRPOConfig(GRPOConfig):
             raise ValueError(
                 f"draft_sample_method must be 'probabilistic' or 'greedy', got {self.draft_sample_method!r}."
             )
+        if self.draft_base_mismatch not in ("warn", "error"):
+            raise ValueError(f"draft_base_mismatch must be 'warn' or 'error', got {self.draft_base_mismatch!r}.")
         if self.draft_loss_type not in LOSS_TYPES:
             raise ValueError(f"draft_loss_type must be one of {LOSS_TYPES}, got {self.draft_loss_type!r}.")
         if self.rollout_dtype not in ("auto", "bfloat16", "float16", "float32"):

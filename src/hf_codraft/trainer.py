@@ -33,21 +33,14 @@ from hf_codraft.config import DEFAULT_SPECULATIVE_TOKENS, CoDraftGRPOConfig, che
 from hf_codraft.drafts.eagle3 import Eagle3Draft
 from hf_codraft.drafts.learner import DraftLearner, default_learning_rate
 from hf_codraft.drafts.updates import DraftUpdates, WindowReport
-from hf_codraft.hub.checkpoint import (
-    TRAINER_STATE,
-    last_complete_checkpoint,
-    load_training_state,
-    push_draft,
-    save_draft,
-)
+from hf_codraft.hub.checkpoint import load_training_state, load_weights_into, push_draft, save_draft
+from hf_codraft.hub.history import DRAFT_FOLDER, TRAINER_STATE, begin_run, last_complete_checkpoint
 from hf_codraft.hub.resolve import resolve_draft
 from hf_codraft.policy.anatomy import PolicyAnatomy
 from hf_codraft.policy.packing import pack_completions
 from hf_codraft.taps.packed import PolicyWeights
 from hf_codraft.taps.recorder import TapRecorder, TapSpec
 from hf_codraft.warmup import warm_up
-
-DRAFT_FOLDER = "draft"
 
 
 class CoDraftGRPOTrainer(GRPOTrainer):
@@ -84,6 +77,7 @@ class CoDraftGRPOTrainer(GRPOTrainer):
         self.phase_seconds: list[dict[str, float]] = []  # a dict an optimizer step, with or without a draft
         self._pending: dict[str, torch.Tensor] | None = None
         self._is_warm = self._ends_when_warm = False
+        self._runs: list[list[Any]] = []  # this one and those that it goes on from
         self.num_warmup_tokens = 0
         self._check_arguments(args, draft, kwargs.get("processing_class"))
         with self._engine(args):
@@ -150,6 +144,8 @@ class CoDraftGRPOTrainer(GRPOTrainer):
 
     def _build_learner(self) -> None:
         args, width = self.args, self.draft.config.hidden_size
+        if not args.freeze_draft or self.draft.config.num_speculative_tokens is None:
+            self.draft.config.num_speculative_tokens = args.num_speculative_tokens or DEFAULT_SPECULATIVE_TOKENS
         self.learner = DraftLearner(
             self.draft,
             num_passes=args.num_speculative_tokens or DEFAULT_SPECULATIVE_TOKENS,
@@ -287,6 +283,8 @@ class CoDraftGRPOTrainer(GRPOTrainer):
             resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
                 raise ValueError(f"no complete checkpoint with a draft was found in {self.args.output_dir}.")
+        if self.draft is not None and self.args.save_strategy != "no":
+            self._runs = begin_run(self.args.output_dir, resume_from_checkpoint, writes=self.args.should_save)
         output = super().train(resume_from_checkpoint, trial, ignore_keys_for_eval)
         if self.draft is not None and self.args.save_strategy != "no":
             self._save_draft(Path(self.args.output_dir))
@@ -338,6 +336,7 @@ class CoDraftGRPOTrainer(GRPOTrainer):
             if self.args.should_save:
                 state = self._training_state()
                 save_draft(self.draft, folder / DRAFT_FOLDER, base_model=self._base_model, training_state=state)
+            folder.mkdir(parents=True, exist_ok=True)  # it is the main process that has made it, if any
             torch.save(self.draft_updates.rows_state_dict(), self._rows_file(folder))
         super()._save_checkpoint(model, trial)
 
@@ -363,13 +362,15 @@ class CoDraftGRPOTrainer(GRPOTrainer):
             "updates": self.draft_updates.state_dict(),
             "refit_version": version,
             "seed": self.args.seed,
+            "runs": self._runs,
         }
 
     def _load_optimizer_and_scheduler(self, checkpoint):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is None or self.draft is None:
             return
-        state = load_training_state(self.draft, Path(checkpoint) / DRAFT_FOLDER)
+        folder = Path(checkpoint) / DRAFT_FOLDER
+        state = load_training_state(self.draft, folder, like=self._training_state())
         self.learner.load_state_dict(state["learner"])
         self.draft_updates.load_state_dict(state["updates"])
         self.draft_updates.load_rows_state_dict(self._load_rows(Path(checkpoint)))
@@ -378,11 +379,25 @@ class CoDraftGRPOTrainer(GRPOTrainer):
             self.vllm_generation.version = state["refit_version"]
             self._last_loaded_step = -1
 
+    def _load_best_model(self):
+        super()._load_best_model()
+        if self.draft is None:
+            return
+        load_weights_into(self.draft, Path(self.state.best_model_checkpoint) / DRAFT_FOLDER)
+        if self.use_vllm:
+            self._last_loaded_step = -1  # the engine has the last step's weights
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Saves the policy, and the draft in its folder `draft/` in the form that vLLM loads."""
         super().save_model(output_dir, _internal_call)
-        if self.draft is not None and not _internal_call:  # checkpoints have theirs already
+        if self.draft is not None and not (_internal_call and output_dir):  # checkpoints have theirs already
             self._save_draft(Path(output_dir or self.args.output_dir))
+
+    def _push_from_checkpoint(self, checkpoint_folder):
+        # transformers uploads output_dir, whose draft must be of the step that its policy is of
+        if self.draft is not None and (self.push_in_progress is None or self.push_in_progress.is_done()):
+            self._save_draft(Path(self.args.output_dir))
+        super()._push_from_checkpoint(checkpoint_folder)
 
     def _save_draft(self, folder: Path) -> None:
         if self.args.should_save:
@@ -392,8 +407,13 @@ class CoDraftGRPOTrainer(GRPOTrainer):
     def _base_model(self) -> str:
         return self.anatomy.model.config._name_or_path
 
-    def push_draft_to_hub(self, repo_id: str, **kwargs) -> str | None:
+    def push_draft_to_hub(self, repo_id: str, *, private: bool | None = None, token: str | None = None) -> str | None:
         """Saves the draft, then the main process uploads it with its card; returns the address of the commit there.
+
+        Args:
+            repo_id (`str`): made if it does not exist.
+            private (`bool`, *optional*): of a new repository; `args.hub_private_repo` by default.
+            token (`str`, *optional*): `args.hub_token` by default, and then the one that is logged in.
 
         Raises:
             RuntimeError: if the upload failed; the draft lies in the folder that the message names.
@@ -403,7 +423,9 @@ class CoDraftGRPOTrainer(GRPOTrainer):
         self._save_draft(Path(self.args.output_dir))
         if not self.is_world_process_zero():
             return None
-        return push_draft(Path(self.args.output_dir) / DRAFT_FOLDER, repo_id, **kwargs)
+        private = self.args.hub_private_repo if private is None else private
+        folder = Path(self.args.output_dir) / DRAFT_FOLDER
+        return push_draft(folder, repo_id, private=private, token=token or self.args.hub_token)
 
 
 class _Warm(Exception):

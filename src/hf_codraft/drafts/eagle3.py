@@ -64,6 +64,8 @@ class Eagle3DraftConfig(LlamaConfig):
         fc_norm (`bool`): one RMSNorm per tap before `fc`.
         norm_output (`bool`): feed back the state after the final norm (EAGLE-3.1) instead of before it.
         has_own_embeddings (`bool`): the checkpoint carries `embed_tokens` instead of using the policy's.
+        base_model_name_or_path (`str`, *optional*): the policy it was trained with, a Hub id or a folder.
+        num_speculative_tokens (`int`, *optional*): how many tokens it was trained to draft.
     """
 
     num_hidden_layers: int = 1
@@ -76,6 +78,8 @@ class Eagle3DraftConfig(LlamaConfig):
     fc_norm: bool = False
     norm_output: bool = False
     has_own_embeddings: bool = False
+    base_model_name_or_path: str | None = None
+    num_speculative_tokens: int | None = None
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
@@ -210,7 +214,7 @@ class Eagle3Draft(PreTrainedModel):
     @property
     def is_vocab_open(self) -> bool:
         """Whether the ids of a reduced vocabulary are still to be chosen (see [`set_vocabulary`])."""
-        return self.has_reduced_vocab and not bool(self.t2d.any())
+        return self.has_reduced_vocab and not bool(self.t2d.any() or self.d2t.any())
 
     @property
     def tap_ids(self) -> tuple[int, ...]:
@@ -563,9 +567,18 @@ class Eagle3Draft(PreTrainedModel):
                 yield name, tensor
 
     def check_vocabulary(self) -> None:
-        """Raises a `ValueError` where `d2t` does not map into the policy's vocabulary."""
-        if self.has_reduced_vocab:
-            check_mapping(self.d2t, self.config.vocab_size)
+        """Raises a `ValueError` where `d2t` does not map into the policy's vocabulary; `t2d` is made to follow it."""
+        if not self.has_reduced_vocab or self.is_vocab_open:
+            return
+        check_mapping(self.d2t, self.config.vocab_size)
+        self.d2t = self.d2t.long()
+        mask = kept_mask(self.kept_ids, self.config.vocab_size)
+        if not self.d2t.any() and not torch.equal(self.t2d.bool(), mask):
+            raise ValueError(
+                f"d2t is all zeros, which would mean the ids 0..{self.config.draft_vocab_size - 1}, but t2d keeps others: the "
+                "mapping of the draft's ids was lost. Convert or train the draft again."
+            )
+        self.t2d = mask
 
 
 @dataclass(frozen=True)

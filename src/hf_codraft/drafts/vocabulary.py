@@ -41,8 +41,10 @@ def kept_mask(kept_ids_R: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 
 def check_mapping(d2t_R: torch.Tensor, vocab_size: int) -> None:
-    """Raises a `ValueError` unless `d2t` maps onto distinct target ids of a vocabulary of this size."""
-    targets = d2t_R + torch.arange(len(d2t_R), device=d2t_R.device)
+    """Raises a `ValueError` unless `d2t` holds integers and maps onto distinct target ids of a vocabulary of this size."""
+    if d2t_R.is_floating_point() or d2t_R.dtype == torch.bool:
+        raise ValueError(f"d2t must hold integers, got {d2t_R.dtype}.")
+    targets = d2t_R.long() + torch.arange(len(d2t_R), device=d2t_R.device)
     if targets.numel() and (targets.min() < 0 or targets.max() >= vocab_size):
         raise ValueError(
             f"d2t maps to target ids {int(targets.min())}..{int(targets.max())}, outside the policy's vocabulary of "

@@ -14,6 +14,12 @@ def _old_folder(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.old")
 
 
+def complete_folder(folder: Path) -> Path:
+    """Where the last complete content of `folder` lies, also after a kill between the two renames of [`finish_folder`]."""
+    old = _old_folder(folder)
+    return old if not folder.is_dir() and old.is_dir() else folder
+
+
 def recover_folder(folder: Path) -> None:
     """Puts the last complete folder back where a kill fell between the two renames of [`finish_folder`].
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Protocol
 
 from hf_codraft.drafts.eagle3 import Eagle3Draft, Eagle3DraftConfig, default_tap_ids
-from hf_codraft.hub.checkpoint import load_draft
+from hf_codraft.hub.checkpoint import check_finite, differs_from_base, load_draft
 from hf_codraft.policy.anatomy import PolicyAnatomy
 from hf_codraft.taps.recorder import TapSpec
 
@@ -18,6 +18,7 @@ class DraftOptions(Protocol):
     draft_vocab_size: int | None
     draft_tap_layers: list[int] | None
     draft_warmup_rollouts: int
+    draft_base_mismatch: str
 
 
 def resolve_draft(source: "str | Path | Eagle3Draft", anatomy: PolicyAnatomy, options: DraftOptions) -> Eagle3Draft:
@@ -38,7 +39,31 @@ def resolve_draft(source: "str | Path | Eagle3Draft", anatomy: PolicyAnatomy, op
         if getattr(options, name) is not None:
             warnings.warn(f"{name} has no effect on a draft that exists; its own is used.", stacklevel=4)
     check_fit(draft, anatomy)
+    _check_state(draft, anatomy, source, options)
     return draft
+
+
+def _check_state(
+    draft: Eagle3Draft, anatomy: PolicyAnatomy, source: "str | Path | Eagle3Draft", options: DraftOptions
+):
+    name = type(source).__name__ if isinstance(source, Eagle3Draft) else str(source)
+    check_finite(draft, name)
+    if draft.is_vocab_open and options.draft_warmup_rollouts == 0:
+        raise ValueError(
+            f"the ids of the draft's {draft.config.draft_vocab_size} of {draft.config.vocab_size} tokens were never chosen: set "
+            "draft_warmup_rollouts (a few hundred), so that the policy's own rollouts choose them, or pass a draft that was "
+            "trained."
+        )
+    policy = anatomy.model.config._name_or_path
+    if not differs_from_base(draft.config, policy, None if isinstance(source, Eagle3Draft) else source):
+        return
+    message = (
+        f"the draft was trained with {draft.config.base_model_name_or_path!r}, and the policy is {policy!r}: fewer tokens will "
+        "be accepted until it has learned the new one."
+    )
+    if options.draft_base_mismatch == "error":
+        raise ValueError(f"{message} Pass a draft of this policy, or draft_base_mismatch='warn'.")
+    warnings.warn(message, stacklevel=5)
 
 
 def fresh_eagle3(anatomy: PolicyAnatomy, options: DraftOptions) -> Eagle3Draft:

@@ -446,7 +446,7 @@ def test_a_draft_of_another_width_than_the_policy_trains():
 
 def test_set_vocabulary_writes_offsets_mask_and_the_policys_rows():
     draft, policy = tiny_draft(draft_vocab_size=5), tiny_weights()
-    draft.t2d.zero_()
+    draft.d2t.zero_(), draft.t2d.zero_()
     assert draft.is_vocab_open
     kept = torch.tensor([0, 3, 4, 17, 47])
     draft.set_vocabulary(kept, policy)

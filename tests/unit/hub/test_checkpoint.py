@@ -15,13 +15,8 @@ from transformers import AutoConfig, LlamaConfig
 
 from hf_codraft.drafts.eagle3 import Eagle3Draft
 from hf_codraft.hub import checkpoint
-from hf_codraft.hub.checkpoint import (
-    last_complete_checkpoint,
-    load_draft,
-    load_training_state,
-    push_draft,
-    save_draft,
-)
+from hf_codraft.hub.checkpoint import load_draft, load_training_state, push_draft, save_draft
+from hf_codraft.hub.history import last_complete_checkpoint
 from hf_codraft.hub.resolve import check_fit, fresh_eagle3, resolve_draft
 from hf_codraft.policy.anatomy import PolicyAnatomy
 
@@ -423,6 +418,7 @@ class Options:
     draft_vocab_size: int | None = None
     draft_tap_layers: list[int] | None = None
     draft_warmup_rollouts = 0
+    draft_base_mismatch = "warn"
 
 
 def test_resolve_takes_a_family_a_folder_or_a_draft_and_nothing_else(tmp_path):
@@ -517,7 +513,7 @@ def test_training_state_and_weights_come_back_in_place(tmp_path):
     save_draft(draft, tmp_path / "draft", base_model="", training_state=state)
     other = tiny_draft(exact=False, seed=1)
     pointers = [p.data_ptr() for p in other.parameters()]
-    back = load_training_state(other, tmp_path / "draft")
+    back = load_training_state(other, tmp_path / "draft", like=state)
     assert back["seed"] == 7 and back["learner"]["num_steps"] == 3
     assert torch.equal(back["learner"]["moment"], torch.arange(3.0))
     assert_same_draft(other, draft)
@@ -528,13 +524,13 @@ def test_a_checkpoint_without_a_draft_is_an_error_that_says_so(tmp_path):
     save_draft(tiny_draft(exact=False), tmp_path / "draft", base_model="")
     for folder in (tmp_path / "draft", tmp_path / "nowhere"):
         with pytest.raises(ValueError, match="has no draft to resume"):
-            load_training_state(tiny_draft(exact=False), folder)
+            load_training_state(tiny_draft(exact=False), folder, like={})
 
 
-def make_checkpoint(folder, *, draft=True, state='{"global_step": 1}') -> Path:
+def make_checkpoint(folder, *, draft=True, state='{"global_step": 1}', training_state=None) -> Path:
     (folder / "draft").mkdir(parents=True)
     if draft:
-        (folder / "draft" / "training_state.pt").write_bytes(b"x")
+        torch.save(training_state or {}, folder / "draft" / "training_state.pt")
     if state is not None:
         (folder / "trainer_state.json").write_text(state)
     return folder

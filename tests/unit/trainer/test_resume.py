@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import tiny
 import torch
 from fixed_rollouts import codraft, logged, same, weights
 from safetensors.torch import load_file
@@ -12,6 +13,7 @@ from transformers import Trainer
 
 from hf_codraft import load_draft
 from hf_codraft.hub import checkpoint
+from hf_codraft.hub.history import last_complete_checkpoint
 
 CASES = {
     "plain": {},
@@ -82,7 +84,7 @@ def test_save_total_limit_keeps_the_newest_with_its_draft(tmp_path):
     whole = whole_run(tmp_path, save_total_limit=1)
     assert [folder.name for folder in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
     assert same(weights(load_draft(tmp_path / "checkpoint-4" / "draft")), weights(whole.draft))
-    assert checkpoint.last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
+    assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
 
 
 def _kill(*args, **kwargs):
@@ -199,6 +201,82 @@ def test_final_draft_is_written_at_an_uneven_last_step(tmp_path):
     final, earlier = weights(load_draft(tmp_path / "draft")), weights(load_draft(tmp_path / "checkpoint-3" / "draft"))
     assert same(final, weights(trainer.draft))
     assert not same(final, earlier)
+
+
+def test_best_model_at_the_end_is_policy_and_draft_of_one_step(tmp_path):
+    trainer = codraft(
+        tmp_path, eval_dataset=tiny.prompts(4, seed=3), eval_strategy="steps", eval_steps=1, save_strategy="steps",
+        save_steps=1, load_best_model_at_end=True, metric_for_best_model="reward", greater_is_better=False,
+    )  # fmt: skip
+    trainer.train()
+    best = Path(trainer.state.best_model_checkpoint)
+    assert best.name != "checkpoint-3"  # the last step's is another
+    trainer.save_model(str(tmp_path / "saved"))
+    for folder in (tmp_path, tmp_path / "saved"):
+        assert same(load_file(folder / "draft" / "model.safetensors"), load_file(best / "draft" / "model.safetensors"))
+    assert same(load_file(tmp_path / "saved" / "model.safetensors"), load_file(best / "model.safetensors"))
+    assert same(weights(trainer.draft), load_file(best / "draft" / "model.safetensors"))
+
+
+def test_resume_with_another_draft_is_refused_by_name(tmp_path):
+    codraft(tmp_path, max_steps=1, save_strategy="steps", save_steps=1).train()
+    resumed = codraft(tmp_path, max_steps=2, draft_tap_layers=[0, 1, 2])
+    with pytest.raises(
+        ValueError, match=r"eagle_aux_hidden_state_layer_ids is \[1, 2, 3\] there and \[0, 1, 2\] here"
+    ):
+        resumed.train(resume_from_checkpoint=True)
+
+
+def steps_saved(folder, *, resume=None, **changes):
+    """A run that saves at every step; it dies after `max_steps` of them."""
+    run = codraft(folder, save_strategy="steps", save_steps=1, **changes)
+    run.train(resume_from_checkpoint=resume)
+    return run
+
+
+def test_resume_takes_no_checkpoint_that_a_run_before_it_left(tmp_path, monkeypatch):
+    steps_saved(tmp_path, max_steps=3)
+    with pytest.warns(
+        UserWarning, match="holds checkpoints of an earlier run .*checkpoint-1, checkpoint-2, checkpoint-3"
+    ):
+        second = steps_saved(tmp_path, max_steps=1, seed=8)
+    assert {folder.name for folder in tmp_path.glob("checkpoint-*")} == {f"checkpoint-{step}" for step in (1, 2, 3)}
+    with pytest.warns(UserWarning, match="checkpoint-3 is of an earlier run"):
+        assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-1")
+    resumed = steps_saved(tmp_path, max_steps=2, seed=8, resume=True)
+    assert resumed.learner.num_steps == 2
+    assert resumed._runs[0] == second._runs[0]
+    # From an older one of its own: what came after it is left behind too.
+    killed = codraft(tmp_path, max_steps=3, seed=8, save_strategy="steps", save_steps=1)
+    monkeypatch.setattr(killed, "training_step", _kill)
+    with pytest.raises(KeyboardInterrupt):
+        killed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    with pytest.warns(UserWarning, match="checkpoint-2 is of an earlier run"):
+        assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-1")
+
+
+def test_resume_after_a_run_that_left_nothing_is_an_error(tmp_path, monkeypatch):
+    steps_saved(tmp_path, max_steps=1)
+    killed = codraft(tmp_path, max_steps=1, save_strategy="steps", save_steps=1)
+    monkeypatch.setattr(killed, "training_step", _kill)
+    with pytest.raises(KeyboardInterrupt):
+        killed.train()
+    with pytest.raises(ValueError, match="no complete checkpoint with a draft"):
+        codraft(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_push_of_a_draft_uses_the_runs_token_and_privacy(tmp_path, monkeypatch):
+    pushed = []
+    monkeypatch.setattr("hf_codraft.trainer.push_draft", lambda *args, **kwargs: pushed.append((args, kwargs)))
+    trainer = codraft(tmp_path, hub_token="hf_mine", hub_private_repo=True, num_speculative_tokens=5)
+    trainer.push_draft_to_hub("me/draft")
+    trainer.push_draft_to_hub("me/draft", private=False, token="hf_other")
+    folder = tmp_path / "draft"
+    assert [args for args, _ in pushed] == [(folder, "me/draft")] * 2
+    assert [kwargs for _, kwargs in pushed] == [
+        {"private": True, "token": "hf_mine"}, {"private": False, "token": "hf_other"},
+    ]  # fmt: skip
+    assert '"num_speculative_tokens": 5' in (folder / "README.md").read_text()
 
 
 def test_draft_of_a_finished_run_starts_another(tmp_path):
