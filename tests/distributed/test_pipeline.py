@@ -272,6 +272,33 @@ def check_hooks_and_order(rank):
             assert pipeline.current_forward is None and len(known) == NUM_MICROBATCHES * num_stages // 2
 
 
+def check_inputs_of_a_stage_are_its_own(rank):
+    """What a step hands to a stage, and what was hung on it, is neither seen nor overwritten by a later step."""
+    for name, num_stages in (("1F1B", 2), ("Interleaved1F1B", 4)):
+        model, batches = families.policy("llama"), [families.batch(8, 12, seed=seed) for seed in (0, 1)]
+        pipeline = make(model, schedule=name, num_stages=num_stages)
+        last, kept, gradients = pipeline.stages[-1], [], []
+
+        def hang(module, args, keywords, last=last, kept=kept, gradients=gradients):
+            if not last.is_first:
+                kept.append(keywords["hidden_states"] if "hidden_states" in keywords else args[0])
+                kept[-1].register_hook(gradients.append)
+
+        first_layer = last.plan.layers_of(last.stage)[0]
+        handle = last.anatomy.decoder.layers[first_layer].register_forward_pre_hook(hang, with_kwargs=True)
+        pipeline.train_step(batches[0], next_token_loss)
+        handle.remove()
+        assert len(kept) == len(gradients) == (0 if last.is_first else NUM_MICROBATCHES)
+        before = [tensor.clone() for tensor in gradients]
+        pipeline.train_step(batches[1], next_token_loss)
+        pipeline.forward_only(batches[1], log_probs)
+        assert len(gradients) == len(before) and all(map(torch.equal, gradients, before)), name
+        for rows, hidden in zip(cut(batches[0]), kept):
+            inputs = {key: rows[key] for key in ("input_ids", "attention_mask")}
+            states = model(**inputs, output_hidden_states=True, use_cache=False).hidden_states
+            assert torch.equal(hidden, states[first_layer]), name
+
+
 @contextmanager
 def recorded_backwards(ran):
     kind = schedule_module._Stage
@@ -417,6 +444,7 @@ def two_ranks_through_a_life_of_steps(rank):
     check_changes_between_steps(rank)
     check_uneven_rows(rank)
     check_hooks_and_order(rank)
+    check_inputs_of_a_stage_are_its_own(rank)
 
 
 def two_ranks_of_every_family(rank):

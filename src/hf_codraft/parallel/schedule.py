@@ -230,7 +230,6 @@ class ScheduleRunner:
         self._num_stages = num_stages
         self._num_microbatches = num_microbatches
         self._shape: StepShape | None = None
-        self._num_relayed: list[int] = []  # tensors behind the hidden state, into each stage
         self._calls: StepCalls | None = None
         self._microbatch: int | None = None  # of the forward under way
         self._stages = [
@@ -291,9 +290,12 @@ class ScheduleRunner:
         )
 
     def _set_shape(self, shape: StepShape, relay: Relay | None) -> None:
+        """Gives torch the shapes of a step, and the step receive buffers of its own.
+
+        torch would hand the same tensors to the model in every step, with the hooks that the model had set on them, and
+        overwrite what hooks had kept.
+        """
         num_relayed = [0 if relay is None else relay.num_into(stage) for stage in range(self._num_stages)]
-        if (shape, num_relayed) == (self._shape, self._num_relayed):
-            return
         hidden = torch.empty(*shape.hidden, dtype=shape.dtype, device="meta", requires_grad=shape.is_training)
         tokens = torch.empty(shape.num_rows, shape.length, dtype=torch.long, device="meta")
 
@@ -316,7 +318,7 @@ class ScheduleRunner:
             prefix = "_stages" if isinstance(schedule, PipelineScheduleMulti) else "_stage"
             setattr(schedule, f"{prefix}_forward_initialized", True)
             setattr(schedule, f"{prefix}_backward_initialized", schedule is self._training)
-        self._shape, self._num_relayed = shape, num_relayed
+        self._shape = shape
 
     def run(self, shape: StepShape, calls: StepCalls) -> list[torch.Tensor]:
         """Runs one step and returns the losses by microbatch, on the last stage's rank; elsewhere, or forward-only, none."""
