@@ -55,9 +55,10 @@ class CoDraftGRPOConfig(GRPOConfig):
         },
     )
     draft_loss_type: str = field(
-        default="kl",
+        default="auto",
         metadata={
-            "help": "Distance between policy and draft: 'kl', 'tv' (total variation), 'lk' (KL early, TV late), 'ce'."
+            "help": "Distance between policy and draft: 'kl', 'tv' (total variation), 'lk' (KL where it is far, TV where it is "
+            "near), 'ce'; 'auto' is kl in the warm-up and until the first guess is accepted 0.4 of the time, then tv."
         },
     )
     draft_loss_weight: float = field(
@@ -185,8 +186,8 @@ class CoDraftGRPOConfig(GRPOConfig):
             )
         if self.draft_base_mismatch not in ("warn", "error"):
             raise ValueError(f"draft_base_mismatch must be 'warn' or 'error', got {self.draft_base_mismatch!r}.")
-        if self.draft_loss_type not in LOSS_TYPES:
-            raise ValueError(f"draft_loss_type must be one of {LOSS_TYPES}, got {self.draft_loss_type!r}.")
+        if self.draft_loss_type not in ("auto", *LOSS_TYPES):
+            raise ValueError(f"draft_loss_type must be 'auto' or one of {LOSS_TYPES}, got {self.draft_loss_type!r}.")
         if self.rollout_dtype not in ("auto", "bfloat16", "float16", "float32"):
             raise ValueError(
                 f"rollout_dtype must be 'auto', 'bfloat16', 'float16' or 'float32', got {self.rollout_dtype!r}."

@@ -16,7 +16,7 @@ import math
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -31,11 +31,11 @@ from hf_codraft._compat import check_version
 from hf_codraft._optional import require
 from hf_codraft.config import DEFAULT_SPECULATIVE_TOKENS, CoDraftGRPOConfig, check_speculation
 from hf_codraft.drafts.eagle3 import Eagle3Draft
-from hf_codraft.drafts.learner import DraftLearner, default_learning_rate
+from hf_codraft.drafts.learner import DraftLearner, default_learning_rate, level, rising, settling
 from hf_codraft.drafts.updates import DraftUpdates, WindowReport
 from hf_codraft.hub.checkpoint import load_training_state, load_weights_into, push_draft, save_draft
 from hf_codraft.hub.history import DRAFT_FOLDER, TRAINER_STATE, begin_run, last_complete_checkpoint
-from hf_codraft.hub.resolve import resolve_draft
+from hf_codraft.hub.resolve import FAMILIES, resolve_draft
 from hf_codraft.policy.anatomy import PolicyAnatomy
 from hf_codraft.policy.packing import pack_completions
 from hf_codraft.taps.packed import PolicyWeights
@@ -142,14 +142,19 @@ class CoDraftGRPOTrainer(GRPOTrainer):
         self._recorder = TapRecorder(self.anatomy.decoder.layers, self.anatomy.decoder.norm, spec)
         return self.draft
 
-    def _build_learner(self) -> None:
-        args, width = self.args, self.draft.config.hidden_size
-        if not args.freeze_draft or self.draft.config.num_speculative_tokens is None:
-            self.draft.config.num_speculative_tokens = args.num_speculative_tokens or DEFAULT_SPECULATIVE_TOKENS
-        self.learner = DraftLearner(
-            self.draft,
+    def make_learner(self, draft: Eagle3Draft, *, opening: Callable[[int], float]) -> DraftLearner:
+        """A learner of a draft as the settings describe it; the trainer's own is `trainer.learner`.
+
+        Args:
+            draft ([`Eagle3Draft`]): what it trains.
+            opening (callable): see [`DraftLearner`].
+        """
+        args = self.args
+        return DraftLearner(
+            draft,
             num_passes=args.num_speculative_tokens or DEFAULT_SPECULATIVE_TOKENS,
-            learning_rate=args.draft_learning_rate or default_learning_rate(width, is_warm_start=False),
+            learning_rate=args.draft_learning_rate
+            or default_learning_rate(draft.config.hidden_size, is_warm_start=False),
             weight_decay=args.draft_weight_decay,
             max_grad_norm=args.draft_max_grad_norm,
             loss_type=args.draft_loss_type,
@@ -161,7 +166,17 @@ class CoDraftGRPOTrainer(GRPOTrainer):
             scheduler_steps=args.max_steps * args.draft_updates_per_step if args.max_steps > 0 else None,
             warmup_steps=args.draft_warmup_steps,
             autocast=self.accelerator.autocast,
+            opening=opening,
         )
+
+    def _build_learner(self) -> None:
+        args = self.args
+        if not args.freeze_draft or self.draft.config.num_speculative_tokens is None:
+            self.draft.config.num_speculative_tokens = args.num_speculative_tokens or DEFAULT_SPECULATIVE_TOKENS
+        is_fresh = isinstance(self._draft_source, str) and self._draft_source in FAMILIES
+        # A learning rate that the user gave is taken as it is.
+        opening = level if args.draft_learning_rate else settling if is_fresh else rising
+        self.learner = self.make_learner(self.draft, opening=opening)
         self.draft_updates = DraftUpdates(
             self.learner,
             num_updates=args.draft_updates_per_step,
@@ -246,9 +261,12 @@ class CoDraftGRPOTrainer(GRPOTrainer):
         started = time.perf_counter()
         self.draft_updates.add(pack_completions(self._pending, self._recorder.take()))
         self._pending = None
+        listening_s = 0.0
         if self.accelerator.sync_gradients:
-            self._log_draft_step(self.draft_updates.run(self._policy_weights()))
-        self._seconds["draft"] += time.perf_counter() - started
+            window = self.draft_updates.run(self._policy_weights())
+            self._log_draft_step(window)
+            listening_s = window.listening_s
+        self._seconds["draft"] += time.perf_counter() - started - listening_s
 
     def _policy_weights(self) -> PolicyWeights:
         with self._dist.gather_params(self.anatomy.borrowed_parameters()):

@@ -159,7 +159,7 @@ def test_example_config_parses():
         (["--draft-learnig-rate", "1"], "did you mean --draft_learning_rate?"),
         (["--xyzzy", "1"], "there is no option --xyzzy."),
         (["--draft_learning_rate", "fast"], "invalid float value: 'fast'"),
-        (["--draft_loss_type", "mse"], "draft_loss_type must be one of"),
+        (["--draft_loss_type", "mse"], "draft_loss_type must be"),
         (["--draft_warmup_rollouts", "-1"], "draft_warmup_rollouts must not be negative"),
         (["--reward_funcs", "exact_match"], "or a dotted path such"),
         (["--reward_funcs", "no_such_module.reward"], "No module named 'no_such_module'"),

@@ -22,6 +22,8 @@ from hf_codraft.taps.packed import PackedBatch, PolicyWeights
 MAX_SKIPPED_IN_A_ROW = 3
 REFERENCE_WIDTH = 576  # hidden size at which learning rates were chosen by measuring (docs/co_training.md)
 WARM_START_RATE, CO_TRAINING_RATE = 1e-3, 3e-4
+OPENING_UPDATES = 100  # of a draft without a warm start in this run
+TV_FROM = 0.4  # acceptance of the first guess from which "auto" is total variation
 
 
 def default_learning_rate(hidden_size: int, *, is_warm_start: bool) -> float:
@@ -32,6 +34,22 @@ def default_learning_rate(hidden_size: int, *, is_warm_start: bool) -> float:
     """
     rate = WARM_START_RATE if is_warm_start else CO_TRAINING_RATE
     return rate * min(REFERENCE_WIDTH / hidden_size, 2.0)
+
+
+def rising(update: int) -> float:
+    """Factor of the learning rate for a draft that has learnt before, but whose moments are lost: they must gather first."""
+    return min((update + 1) / 20, 1.0)
+
+
+def settling(update: int) -> float:
+    """Factor of the learning rate for a fresh draft: from a warm start's rate to co-training's, along a cosine."""
+    above = WARM_START_RATE / CO_TRAINING_RATE - 1
+    return 1.0 + above * 0.5 * (1 + math.cos(math.pi * min(update / OPENING_UPDATES, 1.0)))
+
+
+def level(update: int) -> float:
+    """Factor of the learning rate for a draft that goes on learning."""
+    return 1.0
 
 
 @dataclass(frozen=True)
@@ -66,9 +84,13 @@ class DraftLearner:
         draft ([`Eagle3Draft`]): fp32 on the training device.
         num_passes (`int`): passes of the training-time test, the number of tokens drafted in serving.
         learning_rate, weight_decay, max_grad_norm (`float`): of AdamW and the draft's own clip (0 for no clip).
-        loss_type, pass_weights, temperature, chunk_size: see [`Eagle3Draft.compute_loss`].
+        loss_type (`str`): one of `LOSS_TYPES`, or `"auto"`: `kl` in a warm start and while the first guess is accepted less
+            than `TV_FROM` of the time, since `tv` has no gradient where the draft is far off; then `tv`, by which acceptance
+            is lost.
+        pass_weights, temperature, chunk_size: see [`Eagle3Draft.compute_loss`].
         loss_weight (`float`): factor of the whole loss.
         scheduler (`str`), scheduler_steps (`int`), warmup_steps (`int`): transformers' learning-rate schedule.
+        opening (callable): factor of the scheduled learning rate at each update: [`level`], [`rising`] or [`settling`].
         autocast (callable): opens the mixed-precision context of the draft's forward.
         groups (`Sequence[dist.ProcessGroup]`, *optional*): process groups over which gradients and sums are added up, one
             after another; by default the one of all ranks, if there is one.
@@ -89,6 +111,10 @@ class DraftLearner:
     warmup_steps: int = 0
     autocast: Callable[[], AbstractContextManager] = nullcontext
     groups: Sequence[dist.ProcessGroup | None] | None = None
+    opening: Callable[[int], float] = level
+    is_warm_start: bool = field(default=False, init=False)
+    acceptance: float = field(default=0.0, init=False)
+    """Mean acceptance of the first guess in the last update, before it."""
     lr_scale: float = field(default=1.0, init=False)
     """Factor of the scheduled learning rate; a power of 2."""
     num_steps: int = field(default=0, init=False)
@@ -113,12 +139,13 @@ class DraftLearner:
 
     @contextmanager
     def following(self, factor: Callable[[int], float], *, peak: float) -> Iterator[None]:
-        """Steps by another learning rate while open, `peak * factor(step)`; moments go on, before and after.
+        """Steps by another learning rate while open, `peak * factor(step)`; moments go on, so the opening is over afterwards.
 
         What the moments have gathered carries over: an optimizer that begins anew takes full steps in the direction of
         single batches, which undid much of a warm start (loss 0.95 before the first such step, 2.99 after it).
         """
         groups, schedule, counters = self.optimizer.param_groups, self.lr_scheduler, (self.num_steps, self.num_skipped)
+        self.opening, self.is_warm_start = level, True
         rates = [(group["lr"], group["initial_lr"]) for group in groups]
         for group in groups:
             group["lr"] = group["initial_lr"] = peak
@@ -126,7 +153,7 @@ class DraftLearner:
         try:
             yield
         finally:
-            self.lr_scheduler = schedule
+            self.lr_scheduler, self.is_warm_start = schedule, False
             self.num_steps, self.num_skipped = counters
             for group, (rate, initial) in zip(groups, rates, strict=True):
                 group["lr"], group["initial_lr"] = rate, initial
@@ -134,7 +161,17 @@ class DraftLearner:
     @property
     def last_lr(self) -> float:
         """Learning rate of the next step."""
-        return self.lr_scheduler.get_last_lr()[0] * self.lr_scale
+        return self.lr_scheduler.get_last_lr()[0] * self._lr_factor
+
+    @property
+    def _lr_factor(self) -> float:
+        return self.lr_scale * self.opening(self.num_steps)
+
+    @property
+    def _loss_type(self) -> str:
+        if self.loss_type != "auto":
+            return self.loss_type
+        return "kl" if self.is_warm_start or self.acceptance < TV_FROM else "tv"
 
     @property
     def has_moments(self) -> bool:
@@ -154,7 +191,7 @@ class DraftLearner:
                 policy,
                 num_passes=self.num_passes,
                 temperature=self.temperature,
-                loss_type=self.loss_type,
+                loss_type=self._loss_type,
                 pass_weights=self.pass_weights,
                 chunk_size=self.chunk_size,
             )
@@ -208,6 +245,8 @@ class DraftLearner:
             self.num_steps += 1
             self.num_skipped_in_a_row = 0
         means = (torch.stack([loss_sum_K, accept_sum_K]) / count_K).tolist()
+        if count_K[0] > 0 and math.isfinite(means[1][0]):
+            self.acceptance = means[1][0]
         return DraftStep(
             loss if count_K.sum() > 0 else math.nan,
             tuple(means[0]),
@@ -219,11 +258,12 @@ class DraftLearner:
         )
 
     def _scaled_step(self) -> None:
+        rates = [group["lr"] for group in self.optimizer.param_groups]
         for group in self.optimizer.param_groups:
-            group["lr"] *= self.lr_scale
+            group["lr"] *= self._lr_factor
         self.optimizer.step()
-        for group in self.optimizer.param_groups:
-            group["lr"] /= self.lr_scale
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
 
     def expected_acceptance(
         self, batch: PackedBatch, policy: PolicyWeights, *, is_greedy: bool = False
@@ -286,6 +326,7 @@ class DraftLearner:
         return {
             "optimizer": self.optimizer.state_dict(),
             "lr_scheduler": self.lr_scheduler.state_dict(),
+            "acceptance": self.acceptance,
             "lr_scale": self.lr_scale,
             "num_steps": self.num_steps,
             "num_skipped": self.num_skipped,
@@ -295,6 +336,7 @@ class DraftLearner:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state["optimizer"])
         self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        self.acceptance = state["acceptance"]
         self.lr_scale = state["lr_scale"]
         self.num_steps = state["num_steps"]
         self.num_skipped = state["num_skipped"]

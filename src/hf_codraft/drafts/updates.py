@@ -10,6 +10,7 @@ the draft worse on the rows that were held out, beyond what chance explains, nev
 
 import math
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +40,7 @@ class WindowReport:
             NaN where none could be held out.
         is_rolled_back (`bool`): the updates were undone.
         learning_rate (`float`): of the window's last update.
+        listening_s (`float`): seconds that listeners took.
     """
 
     steps: tuple[DraftStep, ...]
@@ -46,6 +48,7 @@ class WindowReport:
     expected_after: float
     is_rolled_back: bool
     learning_rate: float
+    listening_s: float = field(default=0.0, compare=False)
 
 
 @dataclass
@@ -87,8 +90,10 @@ class DraftUpdates:
             policy ([`PolicyWeights`]): of the policy that the window's rows come from.
         """
         rows, self._rows = self._rows, []
+        started = time.perf_counter()
         for listener in self.listeners:
             listener(rows, policy)
+        listening_s = time.perf_counter() - started
         draw = random.Random(f"{self.seed} {self.num_windows}")
         self.num_windows += 1
         held = hold_out(rows, draw) if self.is_checked else []
@@ -109,7 +114,7 @@ class DraftUpdates:
         if self._num_kept_in_a_row == WINDOWS_TO_RECOVER:
             self.learner.lr_scale = min(2 * self.learner.lr_scale, 1.0)
             self._num_kept_in_a_row = 0
-        return WindowReport(steps, *lengths, is_worse, self.learner.last_lr)
+        return WindowReport(steps, *lengths, is_worse, self.learner.last_lr, listening_s)
 
     def _update(self, rows: list[PackedBatch], policy: PolicyWeights) -> DraftStep:
         if rows:

@@ -295,9 +295,9 @@ def test_warm_up_chooses_the_vocabulary_from_the_rollouts(tmp_path):
 
 
 def test_warm_up_lowers_the_first_loss(tmp_path):
-    cold = codraft(tmp_path / "cold")
+    cold = codraft(tmp_path / "cold", draft_loss_type="kl")
     cold.train()
-    warm = codraft(tmp_path / "warm", draft_warmup_rollouts=32, draft_warmup_epochs=4)
+    warm = codraft(tmp_path / "warm", draft_warmup_rollouts=32, draft_warmup_epochs=4, draft_loss_type="kl")
     warm.train()
     assert steps(warm)[0]["draft/loss"] < 0.8 * steps(cold)[0]["draft/loss"]
 
