@@ -26,8 +26,9 @@ class SideBySide:
 
     def __init__(self, trainer: "CoDraftGRPOTrainer", others: dict[str, "Eagle3Draft"]):
         self.trainer = trainer
-        assert trainer.draft is not None
-        self.drafts = {"cotrained": trainer.draft, **others}
+        draft = trainer.draft
+        assert draft is not None
+        self.drafts = {"cotrained": draft, **others}
         self.steps: list[dict[str, ExpectedAcceptance]] = []
         trainer.draft_updates.listeners.append(self)
 
