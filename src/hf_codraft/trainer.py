@@ -12,6 +12,7 @@ The policy's loss, gradient, clip and update are computed by TRL on the tensors 
 weights stay the same bit for bit on the same rollouts.
 """
 
+import inspect
 import math
 import time
 import warnings
@@ -32,15 +33,18 @@ from hf_codraft._optional import require
 from hf_codraft.config import DEFAULT_SPECULATIVE_TOKENS, CoDraftGRPOConfig, check_speculation
 from hf_codraft.drafts.eagle3 import Eagle3Draft
 from hf_codraft.drafts.learner import DraftLearner, default_learning_rate, level, rising, settling
+from hf_codraft.drafts.replicas import check_same, share
 from hf_codraft.drafts.updates import DraftUpdates, WindowReport
 from hf_codraft.hub.checkpoint import load_training_state, load_weights_into, push_draft, save_draft
 from hf_codraft.hub.history import DRAFT_FOLDER, TRAINER_STATE, begin_run, last_complete_checkpoint
 from hf_codraft.hub.resolve import FAMILIES, resolve_draft
-from hf_codraft.policy.anatomy import PolicyAnatomy
+from hf_codraft.policy.anatomy import PolicyAnatomy, unwrap_peft
 from hf_codraft.policy.packing import pack_completions
 from hf_codraft.taps.packed import PolicyWeights
 from hf_codraft.taps.recorder import TapRecorder, TapSpec
 from hf_codraft.warmup import warm_up
+
+CHECK_EVERY = 50  # optimizer steps between two comparisons of the ranks' drafts
 
 
 class CoDraftGRPOTrainer(GRPOTrainer):
@@ -60,7 +64,7 @@ class CoDraftGRPOTrainer(GRPOTrainer):
 
     _name = "CoDraft GRPO"
 
-    def __init__(self, model, reward_funcs=None, args: CoDraftGRPOConfig | None = None, *, draft=None, **kwargs):
+    def __init__(self, model, reward_funcs=None, args: CoDraftGRPOConfig | None = None, *others, draft=None, **kwargs):
         for package in ("trl", "transformers", "accelerate"):
             check_version(package)
         if args is None:
@@ -76,19 +80,21 @@ class CoDraftGRPOTrainer(GRPOTrainer):
         self._seconds: dict[str, float] = defaultdict(float)
         self.phase_seconds: list[dict[str, float]] = []  # a dict an optimizer step, with or without a draft
         self._pending: dict[str, torch.Tensor] | None = None
-        self._is_warm = self._ends_when_warm = False
+        self._borrowed: PolicyWeights | None = None
+        self._is_warm = self._ends_when_warm = self._is_prepared_once = False
         self._runs: list[list[Any]] = []  # this one and those that it goes on from
         self.num_warmup_tokens = 0
-        self._check_arguments(args, draft, kwargs.get("processing_class"))
+        given = inspect.signature(GRPOTrainer).bind_partial(model, reward_funcs, args, *others, **kwargs).arguments
+        self._check_arguments(args, draft, given.get("processing_class"), given.get("train_dataset"))
         with self._engine(args):
-            super().__init__(model, reward_funcs, args, **kwargs)
+            super().__init__(model, reward_funcs, args, *others, **kwargs)
         if draft is not None:
             if self.draft is None:
                 self._build_draft(self.model)
             self._build_learner()
         self.add_callback(_StepClock(self))
 
-    def _check_arguments(self, args: CoDraftGRPOConfig, draft: Any, processing_class: Any) -> None:
+    def _check_arguments(self, args: CoDraftGRPOConfig, draft: Any, processing_class: Any, dataset: Any) -> None:
         if draft is None:
             without_effect = args.draft_fields_set()
             if "num_speculative_tokens" in without_effect:
@@ -101,12 +107,27 @@ class CoDraftGRPOTrainer(GRPOTrainer):
             return
         if isinstance(processing_class, ProcessorMixin):
             raise ValueError("draft needs a text-only policy; got a multimodal processing_class. Pass draft=None.")
+        if args.draft_warmup_rollouts > 0 and hasattr(dataset, "__len__") and len(dataset) == 0:
+            raise ValueError(
+                f"train_dataset has no rows, so draft_warmup_rollouts={args.draft_warmup_rollouts} cannot be sampled. Pass a "
+                "dataset with prompts, or set draft_warmup_rollouts=0."
+            )
         if args.use_vllm:
             check_speculation(args)
         else:
             warnings.warn(
                 "use_vllm=False: the draft is trained, but nothing speculates, so rollouts are no faster. Set use_vllm=True.",
                 stacklevel=3,
+            )
+
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if self._draft_source is not None and plugin is not None and plugin.fsdp_version == 1:
+            raise ValueError(
+                "fsdp_version=1 cannot train a draft: outside the forward FSDP1 has the policy's embeddings and head as flat "
+                "shards, and TRL's colocated engine never gets them. Set fsdp_version: 2 (accelerate config), use DeepSpeed or "
+                "plain data parallelism, or pass draft=None."
             )
 
     @contextmanager
@@ -131,13 +152,21 @@ class CoDraftGRPOTrainer(GRPOTrainer):
             )
 
     def _build_draft(self, model: torch.nn.Module) -> Eagle3Draft:
+        device_map = getattr(unwrap_peft(model), "hf_device_map", None) or {}
+        if len(set(device_map.values())) > 1:
+            raise ValueError(
+                f"the policy is spread over {sorted(set(map(str, device_map.values())))} (device_map), and a draft needs it on "
+                "one device. Start one process a GPU with `accelerate launch` (shard a large policy by FSDP2 or DeepSpeed), "
+                "or make one GPU visible with CUDA_VISIBLE_DEVICES."
+            )
         self.anatomy = PolicyAnatomy.of(model)
         # transformers draws initial weights from the global generator, which the policy's own run must find untouched
         with torch.random.fork_rng():
             torch.manual_seed(self.args.seed)
-            with DistributedBackend(self.accelerator).gather_params(self.anatomy.borrowed_parameters()):
+            with DistributedBackend(self.accelerator).gather_params(self.anatomy.initial_parameters()):
                 self.draft = resolve_draft(self._draft_source, self.anatomy, self.args)
         self.draft = self.draft.to(self.accelerator.device, torch.float32)
+        share(self.draft)  # with fsdp_cpu_ram_efficient_loading only rank 0 has the policy's weights by now
         spec = TapSpec(self.draft.tap_ids, self.anatomy.num_layers)
         self._recorder = TapRecorder(self.anatomy.decoder.layers, self.anatomy.decoder.norm, spec)
         return self.draft
@@ -241,6 +270,9 @@ class CoDraftGRPOTrainer(GRPOTrainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         listens = self.model.training and self._trains_draft
+        if listens and self.is_deepspeed_enabled and self.accelerator.sync_gradients:
+            # DeepSpeed steps the policy at the end of its backward, before the draft is compared with it.
+            self._borrowed = self._policy_weights()
         with self._recorder.recording() if listens else nullcontext():
             loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         self._pending = inputs if listens else None
@@ -263,14 +295,19 @@ class CoDraftGRPOTrainer(GRPOTrainer):
         self._pending = None
         listening_s = 0.0
         if self.accelerator.sync_gradients:
-            window = self.draft_updates.run(self._policy_weights())
+            policy, self._borrowed = self._borrowed or self._policy_weights(), None
+            window = self.draft_updates.run(policy)
             self._log_draft_step(window)
             listening_s = window.listening_s
+            if self.state.global_step % CHECK_EVERY == 0:
+                check_same(self.draft)
         self._seconds["draft"] += time.perf_counter() - started - listening_s
 
     def _policy_weights(self) -> PolicyWeights:
         with self._dist.gather_params(self.anatomy.borrowed_parameters()):
-            return self.anatomy.weights()
+            weights = self.anatomy.weights()
+            # DeepSpeed updates them in place before they are used, and ZeRO-3 frees them when the context ends.
+            return weights.copied() if self.is_deepspeed_enabled else weights
 
     def _log_draft_step(self, window: WindowReport) -> None:
         metrics = self._metrics["train"]
@@ -297,6 +334,11 @@ class CoDraftGRPOTrainer(GRPOTrainer):
 
         `resume_from_checkpoint=True` takes the last complete checkpoint; a resumed run has its warm start behind it.
         """
+        if self._is_prepared_once:
+            raise RuntimeError(
+                "warm_up_draft() has prepared the policy for FSDP or DeepSpeed, which cannot be done twice (its optimizer would "
+                "step other tensors). Call train() alone: it warms the draft up before its first step."
+            )
         if resume_from_checkpoint is True and self.draft is not None:
             resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir)
             if resume_from_checkpoint is None:
@@ -315,8 +357,10 @@ class CoDraftGRPOTrainer(GRPOTrainer):
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
         # The warm start needs the policy as it is trained (wrapped, sharded, a checkpoint loaded); this is where it is.
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        self._borrowed = None
         if self._needs_warm_up:
             warm_up(self)
+            check_same(self.draft)
             self._is_warm = True
             if self.use_vllm:
                 self._last_loaded_step = -1  # the engine still has the cold draft
@@ -327,7 +371,8 @@ class CoDraftGRPOTrainer(GRPOTrainer):
     def warm_up_draft(self) -> None:
         """Starts the draft on rollouts of the policy (`draft_warmup_rollouts` of them); does nothing the second time.
 
-        [`train`] does this itself; alone it prepares the policy as `train` does and stops before the first step.
+        [`train`] does this itself; alone it prepares the policy as `train` does and stops before the first step. Under FSDP and
+        DeepSpeed, which prepare a policy only once, no `train` can follow.
         """
         if not self._needs_warm_up:
             return
@@ -340,6 +385,7 @@ class CoDraftGRPOTrainer(GRPOTrainer):
             pass
         finally:
             self._ends_when_warm = self.is_in_train = False
+            self._is_prepared_once = self.is_fsdp_enabled or self.is_deepspeed_enabled
 
     # 5. Save
 
@@ -347,6 +393,7 @@ class CoDraftGRPOTrainer(GRPOTrainer):
         # The draft goes first: the folder counts as complete only with trainer_state.json, which transformers writes last,
         # before it deletes older checkpoints. One of an earlier run must not vouch for a mixture of both.
         if self.draft is not None:
+            check_same(self.draft)
             folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
             if self.args.should_save:
                 (folder / TRAINER_STATE).unlink(missing_ok=True)
@@ -389,6 +436,7 @@ class CoDraftGRPOTrainer(GRPOTrainer):
             return
         folder = Path(checkpoint) / DRAFT_FOLDER
         state = load_training_state(self.draft, folder, like=self._training_state())
+        share(self.draft)
         self.learner.load_state_dict(state["learner"])
         self.draft_updates.load_state_dict(state["updates"])
         self.draft_updates.load_rows_state_dict(self._load_rows(Path(checkpoint)))

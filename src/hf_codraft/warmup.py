@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 from trl.trainer.utils import pad
 
 from hf_codraft.drafts.learner import DraftLearner, DraftStep, default_learning_rate
+from hf_codraft.drafts.replicas import share
 from hf_codraft.drafts.vocabulary import select_draft_vocab
 from hf_codraft.policy.packing import pack_rows
 from hf_codraft.taps.packed import PackedBatch, PolicyWeights
@@ -213,6 +214,7 @@ def choose_vocabulary(trainer: "CoDraftGRPOTrainer", rows: list[Row]) -> None:
         counts_V, trainer.draft.config.draft_vocab_size, always_keep=tuple(trainer.eos_token_ids)
     )
     trainer.draft.set_vocabulary(kept, trainer._policy_weights())
+    share(trainer.draft)
 
 
 # Batches of hidden states

@@ -245,31 +245,43 @@ class Eagle3Draft(PreTrainedModel):
             self.lm_head.weight.copy_(rows)
 
     @torch.no_grad()
-    def init_from_policy(self, layer: dict[str, torch.Tensor], norm_weight: torch.Tensor) -> None:
+    def init_from_policy(self, layer: dict[str, torch.Tensor], norm_weight: torch.Tensor) -> list[str]:
         """Starts the layer as the policy's last one and `fc` as the identity on the last tap.
 
         Args:
             layer (`dict[str, torch.Tensor]`): weights of the policy's last decoder layer by their Llama names;
                 a weight whose shape does not fit is left as it is.
             norm_weight (`torch.Tensor` of shape `(hidden,)`): weight of the policy's final norm.
+
+        Returns:
+            `list[str]`: names of the weights that were left as they are.
         """
         hidden = self.config.hidden_size
         own = dict(self.midlayer.named_parameters())
+        left = {name for name in own if name not in ("hidden_norm.weight", "input_layernorm.weight")}
         for name, weight in layer.items():
             if name.startswith("self_attn.") and name.split(".")[1] in ("q_proj", "k_proj", "v_proj"):
                 if name in own and weight.shape == (own[name].shape[0], hidden):
                     own[name].zero_()
                     own[name][:, hidden:] = weight  # reads the state, not yet the embedding
+                    left.discard(name)
             elif name in own and own[name].shape == weight.shape:
                 own[name].copy_(weight)
+                left.discard(name)
+        left = {f"midlayer.{name}" for name in left}
         if norm_weight.shape == self.norm.weight.shape:
             self.norm.weight.copy_(norm_weight)
+        else:
+            left.add("norm.weight")
         if "input_layernorm.weight" in layer and layer["input_layernorm.weight"].shape == (hidden,):
             self.midlayer.hidden_norm.weight.copy_(layer["input_layernorm.weight"])
             self.midlayer.input_layernorm.weight.fill_(1.0)
+        else:
+            left.add("midlayer.hidden_norm.weight")
         if self.config.target_hidden_size == hidden:
             self.fc.weight.zero_()
             self.fc.weight[:, -hidden:] = torch.eye(hidden)
+        return sorted(left)
 
     def combine_taps(self, taps_TX: torch.Tensor) -> torch.Tensor:
         """The state of pass 1 from the policy's taps: `(tokens, hidden)`."""

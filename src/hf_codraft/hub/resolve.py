@@ -101,7 +101,14 @@ def fresh_eagle3(anatomy: PolicyAnatomy, options: DraftOptions) -> Eagle3Draft:
             pad_token_id=config.pad_token_id,
         )
     ).float()
-    draft.init_from_policy(anatomy.last_layer_weights(), anatomy.decoder.norm.weight)
+    left = draft.init_from_policy(anatomy.last_layer_weights(), anatomy.decoder.norm.weight)
+    if left:
+        warnings.warn(
+            f"the fresh draft starts from the policy's last layer, but the policy has nothing of the right shape for {left} "
+            "(experts, quantized or otherwise named weights): they start at their initial values, and the draft needs a longer "
+            "warm start.",
+            stacklevel=5,
+        )
     if not draft.has_reduced_vocab:
         draft.set_vocabulary(draft.kept_ids, anatomy.weights())
     return draft

@@ -86,12 +86,28 @@ class PolicyAnatomy:
         return getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
 
     def last_layer_weights(self) -> dict[str, torch.Tensor]:
-        """Weights of the last decoder layer by plain (adapter-free) name, as a draft is started from."""
-        return {
+        """Weights of the last decoder layer by plain (adapter-free) name, as a draft is started from.
+
+        Projections that the policy fuses (Phi-3, GLM-4) are split. Under DeepSpeed ZeRO-3 the caller gathers
+        [`initial_parameters`] around this call.
+        """
+        weights = {
             name.replace(".base_layer", ""): parameter.detach()
             for name, parameter in self.decoder.layers[-1].named_parameters()
             if "lora_" not in name
         }
+        config = self.model.config.get_text_config()
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        query, key = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+        for fused, names, sizes in (
+            ("self_attn.qkv_proj", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), [query, key, key]),
+            ("mlp.gate_up_proj", ("mlp.gate_proj", "mlp.up_proj"), [config.intermediate_size] * 2),
+        ):
+            weight = weights.get(f"{fused}.weight")
+            if weight is not None and weight.ndim == 2 and len(weight) == sum(sizes):
+                del weights[f"{fused}.weight"]
+                weights |= {f"{name}.weight": part for name, part in zip(names, weight.split(sizes), strict=True)}
+        return weights
 
     @torch.no_grad()
     def weights(self) -> PolicyWeights:
@@ -99,8 +115,13 @@ class PolicyAnatomy:
 
         Under DeepSpeed ZeRO-3 the caller gathers [`borrowed_parameters`] around this call.
         """
-        embedding = _whole(effective_weight(self.model.get_input_embeddings()))
-        head = _whole(effective_weight(self.head))
+        embedding_module = self.model.get_input_embeddings()
+        is_adapted = hasattr(embedding_module, "base_layer") or hasattr(self.head, "base_layer")
+        embedding = _whole(effective_weight(embedding_module))
+        if embedding_module.weight is self.head.weight and not is_adapted:
+            head = embedding  # gathered once
+        else:
+            head = _whole(effective_weight(self.head))
         bias = getattr(self.head, "bias", None)
         return PolicyWeights(
             embedding,
@@ -112,7 +133,12 @@ class PolicyAnatomy:
 
     def borrowed_parameters(self) -> list[nn.Parameter]:
         """Parameters that [`weights`] reads, for a gathering context."""
-        return [*self.model.get_input_embeddings().parameters(), *self.head.parameters()]
+        return list(dict.fromkeys([*self.model.get_input_embeddings().parameters(), *self.head.parameters()]))
+
+    def initial_parameters(self) -> list[nn.Parameter]:
+        """Parameters that a fresh draft is started from, for a gathering context."""
+        copied = [*self.decoder.layers[-1].parameters(), *self.decoder.norm.parameters()]
+        return list(dict.fromkeys([*self.borrowed_parameters(), *copied]))
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ Legend: T packed tokens, X concatenated taps, H hidden width, V vocabulary.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -83,3 +83,14 @@ class PolicyWeights:
     head_bias_V: torch.Tensor | None = None
     logit_scale: float = 1.0
     logit_softcap: float | None = None
+
+    def copied(self) -> "PolicyWeights":
+        """The same in memory of its own, which later steps of the policy leave alone; tied tensors stay one."""
+        embedding = self.embedding_VH.clone()
+        is_tied = self.head_VH is self.embedding_VH
+        return replace(
+            self,
+            embedding_VH=embedding,
+            head_VH=embedding if is_tied else self.head_VH.clone(),
+            head_bias_V=None if self.head_bias_V is None else self.head_bias_V.clone(),
+        )

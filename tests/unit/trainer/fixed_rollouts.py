@@ -83,7 +83,8 @@ def codraft(
         warnings.filterwarnings("ignore", message="use_vllm=False")
         return trainer(
             model or _policy(), tiny.reward, CoDraftGRPOConfig(**settings(folder, **changes)),
-            train_dataset=train_dataset or tiny.prompts(), processing_class=processing_class or tiny.tokenizer(),
+            train_dataset=tiny.prompts() if train_dataset is None else train_dataset,
+            processing_class=processing_class or tiny.tokenizer(),
             peft_config=peft_config, draft=draft, eval_dataset=eval_dataset, environment_factory=environment_factory,
         )  # fmt: skip
 
