@@ -235,16 +235,10 @@ def accept_length(side: dict[str, list[float]]) -> float:
 
 def ratio(run: dict[str, Any], ours: str, theirs: str, window: slice) -> tuple[float, float, float]:
     """Accept length of one draft over another's in some steps, on the same rows, with a 95 % interval over rows."""
-    import torch
+    from hf_codraft.cli.control import expected_from, ratio_interval
 
-    from hf_codraft.cli.control import ratio_interval
-    from hf_codraft.drafts.expected import ExpectedAcceptance
-
-    def of(name: str) -> list[ExpectedAcceptance]:
-        sides = [step["expected"][name] for step in run["steps"][window]]
-        return [ExpectedAcceptance(torch.tensor(s["steps"]), torch.tensor(s["tokens"]), torch.zeros(0)) for s in sides]
-
-    return ratio_interval(of(ours), of(theirs))
+    sides = ([expected_from(step["expected"][name]) for step in run["steps"][window]] for name in (ours, theirs))
+    return ratio_interval(*sides)
 
 
 def draft_share(run: dict[str, Any]) -> float:

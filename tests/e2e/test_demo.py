@@ -33,6 +33,9 @@ def test_quick_demo_leaves_policy_draft_figures_and_picture(tmp_path):
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["accept_length"]["last"] > 1.1  # an untrained draft has 1.0
     assert {"first", "last"} <= summary["reward"].keys()
+    # what is expected on the completions is what the engine accepted of them: two steps of 16 rows, 15 % are four standard errors
+    expected = summary["expected_accept_length"]["cotrained"]["last"]
+    assert abs(summary["accept_length"]["last"] / expected - 1) < 0.15
     assert summary["rollout_tokens_per_second"]["speculative"] > 0
     assert {"generate", "logprob", "policy", "draft", "refit"} <= summary["seconds"].keys()
     assert (tmp_path / "demo.png").stat().st_size > 10_000

@@ -26,16 +26,17 @@ class SideBySide:
 
     def __init__(self, trainer: "CoDraftGRPOTrainer", others: dict[str, "Eagle3Draft"]):
         self.trainer = trainer
-        draft = trainer.draft
-        assert draft is not None
-        self.drafts = {"cotrained": draft, **others}
+        assert trainer.draft is not None
+        self.drafts: dict[str, Eagle3Draft] = {"cotrained": trainer.draft, **others}
         self.steps: list[dict[str, ExpectedAcceptance]] = []
         trainer.draft_updates.listeners.append(self)
 
     @classmethod
     def with_frozen_copy(cls, trainer: "CoDraftGRPOTrainer") -> "SideBySide":
         """Against the trainer's draft as it is now."""
-        return cls(trainer, {"frozen": copy.deepcopy(trainer.draft)})
+        frozen = copy.deepcopy(trainer.draft)
+        assert frozen is not None
+        return cls(trainer, {"frozen": frozen})
 
     def __call__(self, rows: list[PackedBatch], policy: PolicyWeights) -> None:
         updates, learner = self.trainer.draft_updates, self.trainer.learner
@@ -52,6 +53,15 @@ class SideBySide:
     def accept_lengths(self, name: str) -> list[float]:
         """Expected accept length of a draft by step."""
         return [step[name].accept_length for step in self.steps]
+
+
+def expected_from(saved: dict[str, list[float]]) -> ExpectedAcceptance:
+    """Of the lists `steps` and `tokens` that a run has written."""
+    return ExpectedAcceptance(
+        torch.tensor(saved["steps"], dtype=torch.float64),
+        torch.tensor(saved["tokens"], dtype=torch.float64),
+        torch.zeros(0),
+    )
 
 
 def ratio_interval(

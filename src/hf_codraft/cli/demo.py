@@ -10,7 +10,7 @@ import warnings
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-VARIANTS = ("cotrained", "frozen", "plain")
+VARIANTS = ("cotrained", "plain")
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="hf-codraft demo", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a few steps only, to see that everything works")
     parser.add_argument("--lora", action="store_true", help="train a LoRA adapter instead of all weights")
-    parser.add_argument(
-        "--compare", action="store_true", help="also run the controls: the same draft frozen, and no speculation"
-    )
+    parser.add_argument("--compare", action="store_true", help="also run the control without speculation")
     parser.add_argument("--steps", type=int, help="GRPO steps instead of the default")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output-dir", type=Path, default=Path("runs/demo"))
@@ -95,7 +93,6 @@ def run(argv: list[str]) -> int:
 
 DESCRIPTIONS = {
     "cotrained": "GRPO with a draft that learns beside the policy",
-    "frozen": "Control: the same draft after its warm start, frozen",
     "plain": "Control: no speculation",
 }
 
@@ -111,22 +108,20 @@ def train_variant(variant: str, scale: Scale, args: argparse.Namespace) -> None:
     from peft import LoraConfig
     from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 
-    from hf_codraft import CoDraftGRPOConfig, CoDraftGRPOTrainer, save_draft
+    from hf_codraft import CoDraftGRPOConfig, CoDraftGRPOTrainer
+    from hf_codraft.cli.control import SideBySide
     from hf_codraft.cli.model import unpack_smollm2
     from hf_codraft.cli.report import StepPrinter
     from hf_codraft.cli.tasks import MAX_COMPLETION_LENGTH, TEMPERATURE, accuracy, layout, sheets
 
     output_dir = args.output_dir / variant
-    warm_draft = args.output_dir / "warm-draft"
     draft_settings = {
         "cotrained": dict(
             draft_vocab_size=1024,
             draft_warmup_rollouts=scale.warmup_rollouts,
             draft_warmup_epochs=scale.warmup_epochs,
-            draft_learning_rate=1e-3,
             num_speculative_tokens=3,
         ),
-        "frozen": dict(freeze_draft=True, num_speculative_tokens=3),
         "plain": {},
     }[variant]
     config = CoDraftGRPOConfig(
@@ -157,7 +152,7 @@ def train_variant(variant: str, scale: Scale, args: argparse.Namespace) -> None:
         unpack_smollm2(),
         [accuracy, layout],
         config,
-        draft={"cotrained": "eagle3", "frozen": str(warm_draft), "plain": None}[variant],
+        draft="eagle3" if variant == "cotrained" else None,
         train_dataset=sheets(2048, seed=args.seed),
         peft_config=LoraConfig(r=32, lora_alpha=64, target_modules="all-linear") if args.lora else None,
     )
@@ -166,11 +161,13 @@ def train_variant(variant: str, scale: Scale, args: argparse.Namespace) -> None:
     trainer.add_callback(StepPrinter(scale.steps, trainer.phase_seconds))
     times = [time.perf_counter()]
 
+    controls: list[SideBySide] = []
+
     class WhenWarm(TrainerCallback):
         def on_train_begin(self, *_, **__):  # the warm start lies behind it
             times.append(time.perf_counter())
             if variant == "cotrained":
-                save_draft(trainer.draft, warm_draft, base_model=trainer.anatomy.model.config._name_or_path)
+                controls.append(SideBySide.with_frozen_copy(trainer))
 
     trainer.add_callback(WhenWarm())
     trainer.train()
@@ -180,6 +177,12 @@ def train_variant(variant: str, scale: Scale, args: argparse.Namespace) -> None:
     # A run without a draft logs no times.
     for entry, seconds in zip(history, trainer.phase_seconds, strict=True):
         entry |= {f"time/{phase}": value for phase, value in seconds.items()}
+    for control in controls:
+        for entry, measured in zip(history, control.steps, strict=True):
+            entry["expected"] = {
+                name: {"steps": one.steps_S.tolist(), "tokens": one.tokens_S.tolist()}
+                for name, one in measured.items()
+            }
     (output_dir / "history.json").write_text(
         json.dumps({"warmup_s": warmup_s, "train_s": train_s, "steps": history}, indent=1) + "\n"
     )

@@ -9,6 +9,7 @@ from rich.table import Table
 from transformers import TrainerCallback
 
 from hf_codraft._optional import require
+from hf_codraft.cli.control import expected_from, ratio_interval
 
 PHASES = ("generate", "logprob", "policy", "draft", "refit")
 _ENDS = 3  # "first" and "last" are means over so many steps
@@ -52,6 +53,16 @@ def _tokens_per_second(steps: list[dict[str, float]], rows: int) -> float:
     return round(tokens / sum(step["time/generate"] for step in steps), 1)
 
 
+def _over_frozen(steps: list[dict[str, Any]]) -> tuple[float, float, float]:
+    sides = ([expected_from(step["expected"][draft]) for step in steps[-_ENDS:]] for draft in ("cotrained", "frozen"))
+    return ratio_interval(*sides)
+
+
+def _expected(steps: list[dict[str, Any]], draft: str) -> list[float]:
+    """Accept length that a draft is expected to have, by step, on the completions of the run."""
+    return [sum(step["expected"][draft]["tokens"]) / sum(step["expected"][draft]["steps"]) for step in steps]
+
+
 def summarize(folders: dict[str, Path], scale: dict[str, int]) -> dict[str, Any]:
     """The figures of a demo, from the histories of its runs; controls that did not run are left out."""
     histories = {name: load_history(folder) for name, folder in folders.items()}
@@ -69,10 +80,8 @@ def summarize(folders: dict[str, Path], scale: dict[str, int]) -> dict[str, Any]
         | {"warmup": round(histories["cotrained"]["warmup_s"], 1)},
         "vocab_coverage": _ends(_column(main, "draft/vocab_coverage")),
     }
-    if "frozen" in histories:
-        frozen = histories["frozen"]["steps"]
-        summary["accept_length"]["frozen"] = _ends(_column(frozen, "draft/accept_length"))["last"]
-        summary["rollout_tokens_per_second"]["frozen"] = _tokens_per_second(frozen, scale["rows"])
+    summary["expected_accept_length"] = {name: _ends(_expected(main, name)) for name in ("cotrained", "frozen")}
+    summary["over_frozen"] = dict(zip(("ratio", "low", "high"), _over_frozen(main), strict=True))
     if "plain" in histories:
         plain = histories["plain"]["steps"]
         summary["rollout_tokens_per_second"]["plain"] = _tokens_per_second(plain, scale["rows"])
@@ -86,6 +95,8 @@ def print_table(summary: dict[str, Any], console: Console) -> None:
         table.add_column(title, justify="left" if not title else "right")
     for name in ("reward", "accuracy", "accept_length"):
         table.add_row(name.replace("_", " "), f"{summary[name]['first']:.2f}", f"{summary[name]['last']:.2f}")
+    for name, ends in summary["expected_accept_length"].items():
+        table.add_row(f"expected of the {name} draft", f"{ends['first']:.2f}", f"{ends['last']:.2f}")
     for position, ends in summary["accept_rate"].items():
         table.add_row(f"accepted at {position}", f"{ends['first']:.0%}", f"{ends['last']:.0%}")
     console.print(table)
@@ -97,15 +108,13 @@ def print_table(summary: dict[str, Any], console: Console) -> None:
 
 
 def verdicts(summary: dict[str, Any]) -> list[str]:
-    """Who won, in words; empty when no control ran."""
-    lines = []
-    speeds, accept = summary["rollout_tokens_per_second"], summary["accept_length"]
-    if "frozen" in accept:
-        won = "won" if accept["last"] > accept["frozen"] else "did not win"
-        lines.append(
-            f"Co-training {won} against the frozen draft: accept length {accept['last']:.2f} against {accept['frozen']:.2f} "
-            "in the last steps."
-        )
+    """Who won, in words."""
+    speeds, over = summary["rollout_tokens_per_second"], summary["over_frozen"]
+    won = "won" if over["low"] > 1 else "lost" if over["high"] < 1 else "drew"
+    lines = [
+        f"Co-training {won} against the same draft frozen after its warm start: {over['ratio']:.3f} times its accept length "
+        f"in the last {_ENDS} steps (95 % interval over rows: {over['low']:.3f} to {over['high']:.3f}), on the same completions."
+    ]
     if "plain" in speeds:
         ratio = speeds["speculative"] / speeds["plain"]
         won = "won" if ratio > 1 else "lost"
@@ -126,13 +135,15 @@ def draw(folders: dict[str, Path], file: Path) -> None:
 
     histories = {name: load_history(folder)["steps"] for name, folder in folders.items()}
     main = histories["cotrained"]
-    colors = {"cotrained": "#2563eb", "frozen": "#9ca3af", "plain": "#111827"}
+    colors = {"cotrained": "#2563eb", "plain": "#111827"}
     figure, axes = plt.subplots(1, 4, figsize=(17, 3.8), constrained_layout=True)
     for name, steps in histories.items():
         numbers = range(1, len(steps) + 1)
         if "draft/accept_length" in steps[0]:
             axes[0].plot(numbers, _column(steps, "draft/accept_length"), color=colors[name], label=name)
         axes[1].plot(numbers, _column(steps, "reward"), color=colors[name], label=name)
+    for name, color in (("cotrained", "#93c5fd"), ("frozen", "#9ca3af")):
+        axes[0].plot(range(1, len(main) + 1), _expected(main, name), color=color, ls="--", label=f"{name}, expected")
     axes[0].set(title="Accept length in rollouts", xlabel="step", ylabel="tokens a verification")
     axes[1].set(title="Mean reward", xlabel="step")
     for axis in axes[:2]:
