@@ -35,7 +35,14 @@ from hf_codraft.drafts.eagle3 import Eagle3Draft
 from hf_codraft.drafts.learner import DraftLearner, default_learning_rate, level, rising, settling
 from hf_codraft.drafts.replicas import check_same, share
 from hf_codraft.drafts.updates import DraftUpdates, WindowReport
-from hf_codraft.hub.checkpoint import load_training_state, load_weights_into, push_draft, save_draft
+from hf_codraft.hub.checkpoint import (
+    TRAINING_STATE,
+    load_training_state,
+    load_weights_into,
+    push_draft,
+    read_training_state,
+    save_draft,
+)
 from hf_codraft.hub.history import DRAFT_FOLDER, TRAINER_STATE, begin_run, last_complete_checkpoint
 from hf_codraft.hub.resolve import FAMILIES, resolve_draft
 from hf_codraft.policy.anatomy import PolicyAnatomy, unwrap_peft
@@ -206,6 +213,10 @@ class CoDraftGRPOTrainer(GRPOTrainer):
         # A learning rate that the user gave is taken as it is.
         opening = level if args.draft_learning_rate else settling if is_fresh else rising
         self.learner = self.make_learner(self.draft, opening=opening)
+        if not is_fresh and isinstance(self._draft_source, (str, Path)):
+            folder = Path(self._draft_source)
+            if (folder / TRAINING_STATE).is_file():  # of `hf-codraft warmup` or a checkpoint
+                self.learner.load_moments(read_training_state(folder)["learner"])
         self.draft_updates = DraftUpdates(
             self.learner,
             num_updates=args.draft_updates_per_step,

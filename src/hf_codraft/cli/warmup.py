@@ -72,7 +72,8 @@ def run(argv: list[str]) -> int:
     trainer.warm_up_draft()
     folder = f"{training.output_dir}/draft"
     if trainer.accelerator.is_main_process:
-        save_draft(trainer.draft, folder, base_model=options.model.model_name_or_path)
+        moments = {"learner": trainer.learner.state_dict()}  # a later run goes on with them
+        save_draft(trainer.draft, folder, base_model=options.model.model_name_or_path, training_state=moments)
         print(f"Draft: {folder} ({training.draft_warmup_rollouts} rollouts, {time.perf_counter() - started:.0f} s)")
         print(f"Train with it: hf-codraft grpo --draft {folder} --draft_warmup_rollouts 0")
     if training.use_vllm:

@@ -173,9 +173,12 @@ class DraftLearner:
             return self.loss_type
         return "kl" if self.is_warm_start or self.acceptance < TV_FROM else "tv"
 
-    @property
-    def has_moments(self) -> bool:
-        return bool(self.optimizer.state)
+    def load_moments(self, state: dict[str, Any]) -> None:
+        """Goes on with the moments of another run's `state_dict`, at this learner's own learning rate, without an opening."""
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": state["optimizer"]["state"], "param_groups": groups})
+        self.acceptance = state["acceptance"]
+        self.opening = level
 
     def _clear_sums(self) -> None:
         device = self.parameters[0].device

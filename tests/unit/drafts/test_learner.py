@@ -1,5 +1,6 @@
 """The draft's optimizer step: independent of how a batch is split, of the policy, and of steps that fail."""
 
+import copy
 import io
 import math
 from dataclasses import replace
@@ -8,7 +9,7 @@ import pytest
 import torch
 from ranks import tiny_batch, tiny_draft, tiny_weights
 
-from hf_codraft.drafts.learner import DraftLearner
+from hf_codraft.drafts.learner import TV_FROM, DraftLearner
 
 ROWS = [(5, 9), (1, 1), (3, 0), (2, 8, 3, 5), (7, 12), (1, 6), (2, 3), (4, 11)]
 SPLITS = {"one": [8], "two uneven": [3, 5], "four uneven": [1, 2, 1, 4], "a piece that supervises nothing": [1, 2, 5]}
@@ -232,3 +233,43 @@ def test_only_what_requires_a_gradient_is_trained():
     assert not any(
         torch.equal(a, b) for a, b in zip((p for p in draft.parameters() if p.requires_grad), before, strict=True)
     )
+
+
+def loss_types(learner) -> list[str]:
+    """A list that grows by the loss that each piece is compared by."""
+    seen, compute = [], learner.draft.compute_loss
+
+    def watched(*args, **settings):
+        seen.append(settings["loss_type"])
+        return compute(*args, **settings)
+
+    learner.draft.compute_loss = watched
+    return seen
+
+
+def test_auto_is_kl_until_guesses_are_accepted_and_total_variation_from_then_on():
+    learner = learner_of(tiny_draft(), loss_type="auto", learning_rate=1e-2)
+    seen = loss_types(learner)
+    acceptance = []
+    while len(acceptance) < 400 and (not acceptance or acceptance[-1] < TV_FROM):
+        acceptance.append(train(learner, pieces_of([8])).accept_passes[0])
+    assert acceptance[0] < TV_FROM <= acceptance[-1]
+    train(learner, pieces_of([8]))
+    assert seen == ["kl"] * len(acceptance) + ["tv"]
+
+    resumed = learner_of(copy.deepcopy(learner.draft), loss_type="auto")
+    resumed.load_state_dict(copy.deepcopy(learner.state_dict()))
+    seen = loss_types(resumed)
+    train(resumed, pieces_of([8]))
+    assert seen == ["tv"]
+
+
+def test_warm_start_is_kl_whatever_is_accepted():
+    learner = learner_of(tiny_draft(), loss_type="auto")
+    learner.acceptance = 0.9
+    seen = loss_types(learner)
+    with learner.following(lambda step: 1.0, peak=1e-3):
+        train(learner, pieces_of([8]))
+    learner.acceptance = 0.9
+    train(learner, pieces_of([8]))
+    assert seen == ["kl", "tv"]

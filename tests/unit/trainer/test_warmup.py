@@ -12,6 +12,7 @@ from fixed_rollouts import EOS, FixedCoDraftGRPOTrainer, FixedGRPOTrainer, codra
 from transformers import TrainerCallback
 
 from hf_codraft import warmup
+from hf_codraft.drafts.learner import OPENING_UPDATES, default_learning_rate, settling
 
 WARM = dict(draft_warmup_rollouts=12, draft_warmup_epochs=2, draft_warmup_batch_size=4)
 pytestmark = pytest.mark.filterwarnings("ignore:the draft's warm start is .* optimizer steps")
@@ -222,3 +223,63 @@ def test_warm_start_alone_stops_before_the_first_step(tmp_path):
     trainer.warm_up_draft()
     assert not began and trainer.state.global_step == 0
     assert random.getstate() == state[0] and torch.equal(torch.get_rng_state(), state[1])
+
+
+# What the warm start learned carries over
+
+
+def lr_of_updates(trainer) -> list[float]:
+    """A list that grows by the learning rate that each of the optimizer's steps has."""
+    seen = []
+    trainer.learner.optimizer.register_step_pre_hook(
+        lambda optimizer, *_: seen.append(optimizer.param_groups[0]["lr"])
+    )
+    return seen
+
+
+def test_moments_and_rate_continue_the_warm_start(tmp_path):
+    trainer = codraft(
+        tmp_path, draft_learning_rate=None, draft_warmup_rollouts=16, draft_warmup_batch_size=2, max_steps=2
+    )
+    rates = lr_of_updates(trainer)
+    trainer.warm_up_draft()
+    num_warm = len(rates)
+    moments = [state["exp_avg"].clone() for state in trainer.learner.optimizer.state.values()]
+    assert num_warm == 8 and all(moment.any() for moment in moments)
+    assert max(rates) <= default_learning_rate(tiny.HIDDEN, is_warm_start=True) and rates[0] > 0
+    trainer.train()
+    level_rate = default_learning_rate(tiny.HIDDEN, is_warm_start=False)
+    assert rates[num_warm:] == [level_rate] * 2
+    assert {int(state["step"]) for state in trainer.learner.optimizer.state.values()} == {num_warm + 2}
+
+
+def test_a_fresh_draft_without_warm_start_begins_at_a_warm_starts_rate_and_settles(tmp_path):
+    trainer = codraft(tmp_path, draft_learning_rate=None, max_steps=3)
+    rates = lr_of_updates(trainer)
+    trainer.train()
+    assert rates[0] == pytest.approx(default_learning_rate(tiny.HIDDEN, is_warm_start=True), rel=1e-12)
+    assert rates == sorted(rates, reverse=True) and len(set(rates)) == 3
+    assert settling(OPENING_UPDATES) == 1.0
+
+
+def test_a_loaded_draft_without_moments_rises_and_one_with_moments_goes_on(tmp_path):
+    first = codraft(tmp_path / "first", draft_learning_rate=None, max_steps=2, save_strategy="steps", save_steps=2)
+    first.train()
+    without, with_moments = tmp_path / "first" / "draft", tmp_path / "first" / "checkpoint-2" / "draft"
+    rate = default_learning_rate(tiny.HIDDEN, is_warm_start=False)
+
+    risen = codraft(tmp_path / "risen", draft=str(without), draft_learning_rate=None, max_steps=2)
+    rates = lr_of_updates(risen)
+    risen.train()
+    assert rates == pytest.approx([rate / 20, rate / 10], rel=1e-12)
+
+    going_on = codraft(tmp_path / "on", draft=str(with_moments), draft_learning_rate=None, max_steps=1)
+    rates = lr_of_updates(going_on)
+    going_on.train()
+    assert rates == [rate]
+    assert {int(state["step"]) for state in going_on.learner.optimizer.state.values()} == {3}
+
+
+def test_rates_fall_with_the_width():
+    at_576, at_4096 = (default_learning_rate(width, is_warm_start=False) for width in (576, 4096))
+    assert (at_576, at_4096) == pytest.approx((3e-4, 3e-4 * 576 / 4096))
