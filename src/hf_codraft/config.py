@@ -1,9 +1,12 @@
 """Every knob of co-training, beside all of TRL's."""
 
 import dataclasses
+import os
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from accelerate.utils import is_compiled_module
 from trl import GRPOConfig
 
 from hf_codraft.losses import LOSS_TYPES
@@ -18,6 +21,12 @@ _REFUSED_SAMPLING = {
     "logits_processors": "vLLM ignores it under speculation",
     "trace_decode_token_ids": "vLLM rejects it under speculation",
     "n": "TRL asks for one completion a prompt",
+}
+# Options of training that a draft cannot go with, with the reason and the way out.
+_REFUSED_TRAINING = {
+    "fp16": "the draft's own backward has no loss scaler, so small gradients would vanish. Set bf16=True",
+    "torch_compile": "hidden states of the policy are read by hooks, which a compiled model skips. Leave it out",
+    "use_liger_kernel": "it was never tried with hidden states being read. Leave it out",
 }
 # Anything that accepts drafted tokens the policy would not have sampled.
 _LOSSY_ACCEPTANCE = (
@@ -242,6 +251,26 @@ class CoDraftGRPOConfig(GRPOConfig):
         base = {f.name for f in dataclasses.fields(GRPOConfig)}
         own = [f for f in dataclasses.fields(self) if f.name not in base and f.name != "rollout_dtype"]
         return [f.name for f in own if getattr(self, f.name) != f.default]
+
+
+def check_training(args: GRPOConfig, model: Any) -> None:
+    """Refuses what the training of a draft cannot go with, before anything is built.
+
+    Raises:
+        ValueError: naming the option, or the model that is compiled already.
+    """
+    for name, reason in _REFUSED_TRAINING.items():
+        if getattr(args, name):
+            raise ValueError(
+                f"{name}={getattr(args, name)} cannot be used with a draft: {reason}, or train with draft=None."
+            )
+    backend = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")  # of `accelerate launch` and its config file
+    is_compiled = isinstance(model, torch.nn.Module) and any(
+        is_compiled_module(part) or part._compiled_call_impl is not None for part in model.modules()
+    )
+    if is_compiled or backend.lower() != "no":
+        what = "model is compiled" if is_compiled else f"dynamo_backend={backend!r}"
+        raise ValueError(f"{what}, which cannot be used with a draft: {_REFUSED_TRAINING['torch_compile']}.")
 
 
 def check_speculation(args: GRPOConfig) -> None:

@@ -30,7 +30,7 @@ from trl.distributed import DistributedBackend
 
 from hf_codraft._compat import check_version
 from hf_codraft._optional import require
-from hf_codraft.config import DEFAULT_SPECULATIVE_TOKENS, CoDraftGRPOConfig, check_speculation
+from hf_codraft.config import DEFAULT_SPECULATIVE_TOKENS, CoDraftGRPOConfig, check_speculation, check_training
 from hf_codraft.drafts.eagle3 import Eagle3Draft
 from hf_codraft.drafts.learner import DraftLearner, default_learning_rate, level, rising, settling
 from hf_codraft.drafts.replicas import check_same, share
@@ -93,6 +93,8 @@ class CoDraftGRPOTrainer(GRPOTrainer):
         self.num_warmup_tokens = 0
         given = inspect.signature(GRPOTrainer).bind_partial(model, reward_funcs, args, *others, **kwargs).arguments
         self._check_arguments(args, draft, given.get("processing_class"), given.get("train_dataset"))
+        if draft is not None:
+            check_training(args, model)
         with self._engine(args):
             super().__init__(model, reward_funcs, args, *others, **kwargs)
         if draft is not None:

@@ -54,12 +54,14 @@ def _policy() -> torch.nn.Module:
     return tiny.policy("qwen3", num_hidden_layers=4, attention_dropout=0.1)  # the order of random draws matters
 
 
-def grpo(folder: Path, *, model=None, trainer=FixedGRPOTrainer, peft_config=None, **changes) -> GRPOTrainer:
+def grpo(
+    folder: Path, *, model=None, trainer=FixedGRPOTrainer, peft_config=None, eval_dataset=None, **changes
+) -> GRPOTrainer:
     """TRL's own trainer on a tiny policy."""
     torch.manual_seed(1)
     return trainer(
-        model or _policy(), tiny.reward, GRPOConfig(**settings(folder, **changes)), train_dataset=tiny.prompts(),
-        processing_class=tiny.tokenizer(), peft_config=peft_config,
+        _policy() if model is None else model, tiny.reward, GRPOConfig(**settings(folder, **changes)),
+        train_dataset=tiny.prompts(), processing_class=tiny.tokenizer(), peft_config=peft_config, eval_dataset=eval_dataset,
     )  # fmt: skip
 
 
@@ -82,7 +84,7 @@ def codraft(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="use_vllm=False")
         return trainer(
-            model or _policy(), tiny.reward, CoDraftGRPOConfig(**settings(folder, **changes)),
+            _policy() if model is None else model, tiny.reward, CoDraftGRPOConfig(**settings(folder, **changes)),
             train_dataset=tiny.prompts() if train_dataset is None else train_dataset,
             processing_class=processing_class or tiny.tokenizer(),
             peft_config=peft_config, draft=draft, eval_dataset=eval_dataset, environment_factory=environment_factory,
