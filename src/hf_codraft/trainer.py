@@ -463,6 +463,7 @@ class CoDraftGRPOTrainer(GRPOTrainer):
         if self.draft is None:
             return
         load_weights_into(self.draft, Path(self.state.best_model_checkpoint) / DRAFT_FOLDER)
+        share(self.draft)
         if self.use_vllm:
             self._last_loaded_step = -1  # the engine has the last step's weights
 
