@@ -2,6 +2,7 @@
 
     .venv/bin/python benchmarks/co_training.py                         # both workloads, seeds 0 and 1: about an hour
     .venv/bin/python benchmarks/co_training.py --workload sheets --seeds 0
+    .venv/bin/python benchmarks/co_training.py --workload sheets --seeds 0 --recipes   # what the defaults were chosen from
     .venv/bin/python benchmarks/co_training.py --quick
 
 `cotrained` serves the rollouts and learns as the trainer's defaults have it, after a warm start; `frozen` is the same draft as
@@ -110,7 +111,38 @@ def right_sums(completions, num_terms, **kwargs) -> list[float]:
 # One run
 
 
-def run_workload(name: str, seed: int, workload: Workload, folder: Path, engine_every: int) -> dict[str, Any]:
+def recipes(trainer: Any) -> dict[str, Any]:
+    """`DraftUpdates` of copies of the warm draft, each in one respect another recipe than the trainer's."""
+    from hf_codraft.drafts.learner import WARM_START_RATE, level
+
+    def recipe(num_updates: int | None = None, has_moments: bool = True, **changes: Any) -> Any:
+        learner = replace(trainer.learner, draft=copy.deepcopy(trainer.draft), opening=level, **changes)
+        if has_moments:
+            learner.load_moments(copy.deepcopy(trainer.learner.state_dict()))
+        updates = trainer.draft_updates
+        return replace(updates, learner=learner, listeners=[], num_updates=num_updates or updates.num_updates)
+
+    rate = trainer.learner.learning_rate
+    return {
+        "kl": recipe(loss_type="kl"),
+        "lk": recipe(loss_type="lk"),
+        "ce": recipe(loss_type="ce"),
+        "one update": recipe(1),
+        "two updates": recipe(2),
+        "eight updates": recipe(8),
+        "a third of the rate": recipe(learning_rate=rate / 3),
+        "three times the rate": recipe(learning_rate=rate * 3),
+        "without moments": recipe(has_moments=False),
+        "pass weights 1, 0.7, 0.4": recipe(pass_weights=(1.0, 0.7, 0.4)),
+        "one kl update at 1e-3 without moments": recipe(
+            1, has_moments=False, loss_type="kl", learning_rate=WARM_START_RATE
+        ),
+    }
+
+
+def run_workload(
+    name: str, seed: int, workload: Workload, folder: Path, *, engine_every: int, has_recipes: bool
+) -> dict[str, Any]:
     """Trains one policy with its draft and returns the figures of every step."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -173,14 +205,18 @@ def run_workload(name: str, seed: int, workload: Workload, folder: Path, engine_
             cold.set_vocabulary(cold.kept_ids, trainer.anatomy.weights())
             frozen = copy.deepcopy(trainer.draft)
             Measured.others = {"frozen": frozen, "cold": cold}
-            sides.append(SideBySide(trainer, Measured.others))
             learner = trainer.make_learner(cold, opening=settling)
-            updates = replace(trainer.draft_updates, learner=learner, listeners=[])
+            taught = {"cold": replace(trainer.draft_updates, learner=learner, listeners=[])}
+            if has_recipes:
+                taught |= recipes(trainer)
+            others = {"frozen": frozen, **{name: updates.learner.draft for name, updates in taught.items()}}
+            sides.append(SideBySide(trainer, others))
 
             def teach(rows, policy):
-                for row in rows:
-                    updates.add(row)
-                updates.run(policy)
+                for updates in taught.values():
+                    for row in rows:
+                        updates.add(row)
+                    updates.run(policy)
 
             trainer.draft_updates.listeners.append(teach)
 
@@ -305,7 +341,7 @@ def print_tables(runs: dict[str, dict[str, Any]]) -> None:
             f"{first['mean_length']:.0f} -> {last['mean_length']:.0f}, draft's time {draft_share(run):.1%} of the policy's, "
             f"rolled back {last['rolled_back']:.0f}"
         )
-        for name in DRAFTS:
+        for name in run["steps"][0]["expected"]:
             values = [accept_length(step["expected"][name]) for step in run["steps"]]
             print(
                 f"  {name:10s} "
@@ -314,9 +350,14 @@ def print_tables(runs: dict[str, dict[str, Any]]) -> None:
             )
             engine = [step["engine"].get(name) for step in run["steps"]]
             if any(engine):
-                print("  in engine  " + " ".join("  . " if value is None else f"{value:.2f}" for value in engine))
+                print(
+                    f"  {'in the engine':38s} "
+                    + " ".join("  . " if value is None else f"{value:.2f}" for value in engine)
+                )
         thirds = [slice(i * len(run["steps"]) // 3, (i + 1) * len(run["steps"]) // 3) for i in range(3)]
-        for ours, theirs in (("cotrained", "frozen"), ("cold", "cotrained")):
+        pairs = [("cotrained", "frozen"), ("cold", "cotrained")]
+        pairs += [(name, "cotrained") for name in run["steps"][0]["expected"] if name not in DRAFTS]
+        for ours, theirs in pairs:
             cells = ("{:.3f} [{:.3f}, {:.3f}]".format(*ratio(run, ours, theirs, third)) for third in thirds)
             print(f"  {ours} / {theirs} by thirds: " + "   ".join(cells))
 
@@ -333,7 +374,8 @@ def main() -> int:
             workload = replace(workload, steps=args.steps)
         folder = args.output_dir / f"{name}-{seed}"
         folder.mkdir(parents=True, exist_ok=True)
-        figures = run_workload(name, seed, workload, folder, 2 if args.quick else args.engine_every)
+        every = 2 if args.quick else args.engine_every
+        figures = run_workload(name, seed, workload, folder, engine_every=every, has_recipes=args.recipes)
         (folder / "figures.json").write_text(json.dumps(figures) + "\n")
         return 0
     if args.judge:
