@@ -49,7 +49,8 @@ def serve(kind: str, policy: str, draft: str, num_tokens: int) -> None:
     from vllm import LLM, SamplingParams
 
     from hf_codraft.serving.acceptance import Acceptance
-    from hf_codraft.serving.cpu import PackedLayers, repair_sampling
+    from hf_codraft.serving.cpu import repair_sampling
+    from hf_codraft.serving.packed import PackedLayers
 
     packed, extra = PackedLayers(), {}
     if draft:
@@ -70,8 +71,8 @@ def serve(kind: str, policy: str, draft: str, num_tokens: int) -> None:
         with packed.recording():
             llm = LLM(**settings, **extra)
         model = llm.llm_engine.model_executor.driver_worker.model_runner.get_model()
-        model.load_weights(load_file(Path(policy) / "model.safetensors").items())
-        packed.repack()
+        with packed.unpacked():
+            model.load_weights(load_file(Path(policy) / "model.safetensors").items())
     tokenizer = llm.get_tokenizer()
     print("ready", file=answers, flush=True)
     for line in sys.stdin:

@@ -178,7 +178,15 @@ class CoDraftGRPOConfig(GRPOConfig):
         default="auto",
         metadata={
             "help": "dtype of the colocated engine's weights: 'bfloat16', 'float16', 'float32', or 'auto' (bf16/fp16 as "
-            "trained, else float32)."
+            "trained, else the policy's own)."
+        },
+    )
+    check_rollouts_every: int = field(
+        default=50,
+        metadata={
+            "help": "Batches of rollouts from one whose log-probs by the colocated engine are compared with the trainer's to "
+            "the next, beginning with the first; a few rows' forward each. A difference that rounding does not explain is an "
+            "error (a warning without a draft). 0 for none."
         },
     )
 
@@ -212,10 +220,15 @@ class CoDraftGRPOConfig(GRPOConfig):
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
         for name in (
             "draft_loss_weight", "draft_learning_rate", "draft_weight_decay", "draft_max_grad_norm", "draft_warmup_rollouts",
-            "draft_warmup_steps", "draft_warmup_learning_rate", "draft_warmup_host_gb",
+            "draft_warmup_steps", "draft_warmup_learning_rate", "draft_warmup_host_gb", "check_rollouts_every",
         ):  # fmt: skip
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}.")
+        if self.use_vllm and self.vllm_mode == "colocate" and self.vllm_model_impl == "transformers":
+            raise ValueError(
+                "vllm_model_impl='transformers' cannot be used with vllm_mode='colocate': vLLM changes the transformers class in "
+                "place, and the trainer's own forward then fails (TRL's too). Leave vllm_model_impl at 'auto' or 'vllm'."
+            )
         endless = ("constant", "constant_with_warmup", "inverse_sqrt")
         if self.draft_lr_scheduler_type not in endless and self.max_steps <= 0:
             raise ValueError(
@@ -241,15 +254,19 @@ class CoDraftGRPOConfig(GRPOConfig):
 
     @property
     def engine_dtype(self) -> str:
-        """dtype of the engine's weights, `auto` resolved."""
+        """dtype of the engine's weights; `auto` where it is the policy's, since nothing else is said."""
         if self.rollout_dtype != "auto":
             return self.rollout_dtype
-        return "bfloat16" if self.bf16 else "float16" if self.fp16 else "float32"
+        return "bfloat16" if self.bf16 else "float16" if self.fp16 else "auto"
 
     def draft_fields_set(self) -> list[str]:
         """Names of the draft's fields that differ from their default."""
         base = {f.name for f in dataclasses.fields(GRPOConfig)}
-        own = [f for f in dataclasses.fields(self) if f.name not in base and f.name != "rollout_dtype"]
+        own = [
+            f
+            for f in dataclasses.fields(self)
+            if f.name not in base and f.name not in ("rollout_dtype", "check_rollouts_every")
+        ]
         return [f.name for f in own if getattr(self, f.name) != f.default]
 
 

@@ -18,11 +18,12 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import is_peft_model
 from transformers import ProcessorMixin, TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl import GRPOTrainer
@@ -153,7 +154,7 @@ class CoDraftGRPOTrainer(GRPOTrainer):
         if self._draft_source is not None:
             tokens = args.num_speculative_tokens or DEFAULT_SPECULATIVE_TOKENS
             speculation = Speculation(self._build_draft, tokens, args.draft_sample_method)
-        with rollout_engine(speculation, args.engine_dtype):
+        with rollout_engine(speculation, args.engine_dtype, check_every=args.check_rollouts_every):
             yield
         if not isinstance(self.vllm_generation, CoDraftVLLMGeneration):
             raise RuntimeError(
@@ -203,7 +204,7 @@ class CoDraftGRPOTrainer(GRPOTrainer):
             scheduler=args.draft_lr_scheduler_type,
             scheduler_steps=args.max_steps * args.draft_updates_per_step if args.max_steps > 0 else None,
             warmup_steps=args.draft_warmup_steps,
-            autocast=self.accelerator.autocast,
+            autocast=self._draft_autocast,
             opening=opening,
         )
 
@@ -227,6 +228,12 @@ class CoDraftGRPOTrainer(GRPOTrainer):
             seed=args.seed,
         )
 
+    def _draft_autocast(self) -> AbstractContextManager:
+        """As the policy is computed: mixed precision if it has that, its own dtype if it is kept in half precision."""
+        if self.accelerator.mixed_precision != "no" or self._compute_dtype == torch.float32:
+            return self.accelerator.autocast()
+        return torch.autocast(self.accelerator.device.type, self._compute_dtype)
+
     @property
     def _trains_draft(self) -> bool:
         """Whether the optimizer step that is under way updates the draft."""
@@ -238,12 +245,56 @@ class CoDraftGRPOTrainer(GRPOTrainer):
 
     def _generate(self, prompts: list):
         started = time.perf_counter()
+        if self.use_vllm and self.vllm_mode == "colocate" and self.vllm_generation.is_stale():
+            self._last_loaded_step = -1  # TRL looks at the step's number, which weights may change without
         output = super()._generate(prompts)
         if self.use_vllm and self.vllm_mode == "colocate":
             self._log_rollouts(len(prompts))
+            self._check_rollouts(output)
         else:
             self._seconds["generate"] += time.perf_counter() - started
         return output
+
+    @torch.no_grad()
+    def _check_rollouts(self, output: tuple) -> None:
+        """Lets the engine compare its log-probs with the policy's, without dropout."""
+        if isinstance(self.processing_class, ProcessorMixin):
+            return
+        prompt_ids, completion_ids, tool_mask, _, logps = output[:5]
+        started, was_training = time.perf_counter(), self.model.training
+        self.model.eval()
+        try:
+            found = self.vllm_generation.check_rollouts(
+                prompt_ids,
+                completion_ids,
+                tool_mask,
+                logps,
+                logits_of=self._last_logits,
+                dtype=self._compute_dtype,
+                is_strict=self.rollout_func is None and not getattr(self.model, "is_quantized", False),
+            )
+        finally:
+            self.model.train(was_training)
+        self._seconds["logprob"] += time.perf_counter() - started
+        if found is not None and self.draft is not None:
+            self._metrics["train" if was_training else "eval"]["refit/logp_difference"].append(found.mean)
+
+    def _last_logits(self, ids: list[int], num_tokens: int) -> torch.Tensor:
+        """The policy's logits of the last tokens of a row: tokens, vocabulary."""
+        policy = self.model.get_base_model() if is_peft_model(self.model) else self.model
+        can_keep = "logits_to_keep" in inspect.signature(type(policy).forward).parameters
+        kept = {"logits_to_keep": num_tokens} if can_keep else {}
+        token_ids = torch.tensor([ids], device=self.accelerator.device)
+        with self.accelerator.autocast():
+            output = self.model(
+                input_ids=token_ids, attention_mask=torch.ones_like(token_ids), use_cache=False, **kept
+            )
+        return output.logits[0, -num_tokens:]
+
+    @property
+    def _compute_dtype(self) -> torch.dtype:
+        """dtype of the policy's matrix products."""
+        return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.accelerator.mixed_precision, self.model.dtype)
 
     def _log_rollouts(self, num_rows: int) -> None:
         rollouts = self.vllm_generation.take_rollouts()

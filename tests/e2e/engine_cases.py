@@ -4,6 +4,7 @@ python tests/e2e/engine_cases.py CASE FOLDER '{"keyword": value}'
 """
 
 import copy
+import dataclasses
 import json
 import re
 import sys
@@ -16,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import tiny
 from peft import LoraConfig
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from vllm import LLM, SamplingParams
 
 from hf_codraft import CoDraftGRPOConfig, CoDraftGRPOTrainer, Eagle3Draft, load_draft, save_draft
@@ -401,6 +403,98 @@ def greedy_among_sampled(trainer) -> dict:
         if list(output.outputs[0].token_ids) != greedy_reference(trainer, ids, 20)
     ]
     return {"wrong": wrong, "accept_length": accept_length}
+
+
+# Rollouts of the policy that is trained
+
+
+def moe_policy(seed: int = 0) -> torch.nn.Module:
+    """Four experts a layer, whose weights vLLM packs in place on CPU."""
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=tiny.VOCAB, hidden_size=tiny.HIDDEN, intermediate_size=128, moe_intermediate_size=48, num_experts=4,
+        num_experts_per_tok=2, norm_topk_prob=True, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=32, max_position_embeddings=512, tie_word_embeddings=False, bos_token_id=2, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    policy = Qwen3MoeForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(6.0 if "embed" in name or "lm_head" in name else 3.0)
+    return policy
+
+
+def agreement(folder: Path) -> dict:
+    """An MoE policy whose every batch of rollouts is compared with it: by the trainer, and here at full length."""
+    trainer = build(
+        folder, policy=moe_policy(), check_rollouts_every=1, max_steps=1, learning_rate=1e-2, draft_warmup_rollouts=0
+    )
+    engine, texts, result, seen = trainer.vllm_generation, prompts(8, 7), {}, []
+    check = engine.check_rollouts
+
+    def spied(*args, **kwargs):
+        seen.append(check(*args, **kwargs))
+        return seen[-1]
+
+    engine.check_rollouts = spied
+
+    def checked() -> list:
+        return [[found.num_tokens, found.mean, found.num_outliers] for found in seen]
+
+    def state() -> dict:
+        outputs = generate(engine.llm, texts, max_tokens=20)
+        return {
+            "checked": checked(), "logprob_difference": logprob_difference(trainer, outputs, texts), "version": engine.version,
+        }  # fmt: skip
+
+    def evaluate() -> dict:
+        seen.clear()
+        trainer.evaluate(tiny.prompts(2))
+        return state()
+
+    def error(function) -> str:
+        try:
+            function()
+        except RuntimeError as raised:
+            return str(raised)
+        return ""
+
+    def change(factor: float) -> None:
+        trainer.model.load_state_dict({name: factor * tensor for name, tensor in trainer.model.state_dict().items()})
+
+    engine.sync_weights()
+    result["unchanged"] = state()
+    for call in ("first", "second"):  # the second one begins at step 0 again
+        seen.clear()
+        trainer.train()
+        result[f"{call} train"] = {"checked": checked()}
+    result["evaluated"] = evaluate()
+    result["evaluated again"] = evaluate()
+    change(1.1)  # as load_best_model_at_end does
+    result["loaded"] = evaluate()
+    engine.temperature, engine.top_p, engine.top_k = 0.7, 0.8, 12
+    seen.clear()
+    trainer.evaluate(tiny.prompts(2))
+    result["processed"] = {"checked": checked()}
+    engine.temperature, engine.top_p, engine.top_k = 1.0, 1.0, 0
+
+    engine.is_stale = lambda: False
+    change(0.9)
+    result["stale"] = error(evaluate)
+    del engine.is_stale
+    result["mended"] = evaluate()
+    broken = trainer.draft.fc.weight.detach().clone()
+    with torch.no_grad():
+        trainer.draft.fc.weight[0, 0] = torch.nan
+    result["not finite"] = error(engine.sync_weights)
+    with torch.no_grad():
+        trainer.draft.fc.weight.copy_(broken)
+    for number, entry in enumerate(engine._packed._packed):
+        if "w13_weight" in entry.plain:  # of the experts' form only the padding is made
+            only_padded = entry.pack.args[0]._pad_moe_intermediate
+            engine._packed._packed[number] = dataclasses.replace(entry, pack=only_padded)
+    result["garbage"] = [error(engine.sync_weights), error(evaluate)]
+    return result
 
 
 # Training

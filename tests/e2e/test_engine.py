@@ -152,6 +152,50 @@ def test_log_probs_under_speculation_are_the_policys(samples, temperature):
     assert samples[temperature]["logprob_difference"] < 1e-4  # fp32 sums in another order
 
 
+# Rollouts of the policy that is trained
+
+
+@pytest.fixture(scope="module")
+def agreement(tmp_path_factory) -> dict:
+    return run_case("agreement", tmp_path_factory.mktemp("agreement"))
+
+
+@pytest.mark.slow
+def test_moe_policy_and_engine_agree_after_every_refit(agreement):
+    """Experts are packed at load: plain ones in their place would be 1 away."""
+    for name in ("unchanged", "evaluated", "loaded", "mended"):
+        assert agreement[name]["logprob_difference"] < 1e-4, name  # fp32 sums in another order
+
+
+@pytest.mark.slow
+def test_engine_is_refitted_whenever_weights_changed_and_only_then(agreement):
+    """Also by a second `train()`, whose steps count from 0 again, and by a state that is loaded between two steps."""
+    versions = [agreement[name]["version"] for name in ("evaluated", "evaluated again", "loaded")]
+    assert versions[1:] == [versions[0], versions[0] + 1]
+    for name in ("first train", "second train", "evaluated", "loaded"):
+        assert agreement[name]["checked"], name
+        for num_tokens, mean, num_outliers in agreement[name]["checked"]:
+            assert num_tokens > 20
+            assert (mean < 1e-5, num_outliers) == (True, 0), name
+
+
+@pytest.mark.slow
+def test_processed_log_probs_of_the_engine_are_those_that_the_check_expects(agreement):
+    for num_tokens, mean, num_outliers in agreement["processed"]["checked"]:
+        assert num_tokens > 20
+        assert (mean < 1e-5, num_outliers) == (True, 0)
+
+
+@pytest.mark.slow
+def test_rollouts_of_other_weights_stop_the_run(agreement):
+    assert "do not come from the policy" in agreement["stale"]
+    assert "they agreed at version" in agreement["stale"]
+    sync, evaluation = agreement["garbage"]
+    assert sync == ""  # every tensor lies where it was sent: no digest can see it
+    assert "do not come from the policy" in evaluation
+    assert "not finite in 1 tensors: ['fc.weight']" in agreement["not finite"]
+
+
 # Co-training
 
 STEPS, FROZEN_STEPS, ROWS = 24, 10, 16

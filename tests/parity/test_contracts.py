@@ -157,6 +157,39 @@ def test_cpu_layers_are_packed_by_the_function_we_wrap():
         assert "dispatch_cpu_unquantized_gemm(layer, remove_weight=" in text
 
 
+def test_weights_change_after_loading_where_we_watch_them():
+    """What is redone after a refit: CPU experts are packed once by a method of their class, other ones again by their layer's."""
+    from vllm.model_executor.layers.attention import MLAAttention
+    from vllm.model_executor.layers.fused_moe.experts import cpu_moe
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from vllm.model_executor.model_loader import base_loader
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    assert parameters(base_loader.process_weights_after_loading) == ["model", "model_config", "target_device"]
+    assert "process_weights_after_loading(model, model_config, target_device)" in source(base_loader.BaseModelLoader)
+    packing = cpu_moe.CPUUnquantizedExperts.process_weights_after_loading
+    assert parameters(packing) == ["self", "layer"]
+    for name in ("X86CPUUnquantizedExperts", "ArmCPUUnquantizedExperts", "PowerCPUUnquantizedExperts"):
+        assert getattr(cpu_moe, name).process_weights_after_loading is packing
+    assert parameters(UnquantizedFusedMoEMethod.process_weights_after_loading) == ["self", "layer"]
+    assert "is_weight_update = self.moe_kernel is not None" in source(UnquantizedFusedMoEMethod)
+    assert parameters(MLAAttention.process_weights_after_loading) == ["self", "act_dtype"]
+    assert parameters(WeightsMapper.map_name) == ["self", "key"]
+
+
+def test_engines_log_probs_are_those_of_the_processed_distribution():
+    assert 'logprobs_mode="processed_logprobs"' in source(trl_engine.VLLMGeneration._init_vllm)
+    text = source(GRPOTrainer._generate_and_score_completions)
+    names = [
+        "prompt_ids_list,",
+        "completion_ids_list,",
+        "tool_mask_list,",
+        "completions,",
+        "sampling_per_token_logps_list,",
+    ]
+    assert f"( {' '.join(names)}" in text
+
+
 def test_rejection_sampler_uses_the_function_we_replace():
     from vllm.v1.sample import rejection_sampler
 

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 class Acceptance:
     """Verification steps by the number of accepted tokens; made by the engine, read by logs and benchmarks.
 
+    These are vLLM's own counts: a row's last step counts as it ran, also what it accepted behind the row's end (a stop token
+    or the limit of its length), so accept lengths of short rows are some percent high.
+
     Args:
         histogram (`tuple[int, ...]` of length `num_speculative_tokens + 1`):
             entry j counts the steps in which exactly j drafted tokens were accepted; empty if nothing was drafted.

@@ -1,16 +1,12 @@
-"""Three repairs of vLLM's CPU backend. Each stands alone and does nothing on other platforms.
+"""Two repairs of sampling in vLLM's CPU backend. Each stands alone and does nothing on other platforms.
 
-All serve vLLM 0.31 and 0.32. Delete the first (packed layers) when vLLM can load weights into packed layers, the second
-(expansion) when the tests of losslessness pass without it, the third (inverse CDF) when benchmarks/rollout.py is no slower
-without it.
+Both serve vLLM 0.31 and 0.32. Delete the first (expansion) when the tests of losslessness pass without it, the second
+(inverse CDF) when benchmarks/rollout.py is no slower without it.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 _BLOCK = 256
@@ -21,45 +17,6 @@ def is_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return current_platform.is_cpu()
-
-
-class PackedLayers:
-    """The linear layers of an engine whose weights vLLM packs for oneDNN (or AMX).
-
-    As shipped, vLLM drops the plain weight after packing, so nothing can be loaded into the layer again. While
-    [`recording`] is open, each layer keeps its plain weight beside the packed one; [`repack`] makes the packed one
-    again after a load. Costs one more copy of the weights.
-    """
-
-    def __init__(self) -> None:
-        self.layers: list[nn.Module] = []
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        if not is_cpu():
-            yield
-            return
-        from vllm.model_executor.layers import utils
-
-        original = utils.dispatch_cpu_unquantized_gemm
-
-        def keep_plain(layer: nn.Module, remove_weight: bool) -> None:
-            original(layer, remove_weight=False)
-            self.layers.append(layer)
-
-        utils.dispatch_cpu_unquantized_gemm = keep_plain
-        try:
-            yield
-        finally:
-            utils.dispatch_cpu_unquantized_gemm = original
-
-    def repack(self) -> None:
-        if not self.layers:
-            return
-        from vllm.model_executor.layers import utils
-
-        for layer in self.layers:
-            utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
 
 
 def _expand_batch_to_tokens(
@@ -77,10 +34,19 @@ def _draw(weights_TV: torch.Tensor, uniform_T: torch.Tensor) -> torch.Tensor:
 
     Two steps, a block of the vocabulary and an index inside it, spare most of the cumulative sum. An index of weight 0 is
     never drawn, unless its whole row is 0.
+
+    Raises:
+        RuntimeError: if a weight is not finite: every comparison with NaN is false, so a token would be drawn all the same.
     """
     padding = -weights_TV.shape[1] % _BLOCK
     blocks_TBI = F.pad(weights_TV, (0, padding)).unflatten(1, (-1, _BLOCK))
-    block_T, uniform_T = _invert(blocks_TBI.sum(-1, dtype=torch.float64), uniform_T)
+    sums_TB = blocks_TBI.sum(-1, dtype=torch.float64)
+    if not sums_TB.sum().isfinite():
+        raise RuntimeError(
+            "a distribution that tokens are drawn from is not finite: weights or activations of the policy or its draft are NaN "
+            "or infinite. Look at the losses and gradient norms of the last steps."
+        )
+    block_T, uniform_T = _invert(sums_TB, uniform_T)
     index_T, _ = _invert(blocks_TBI[torch.arange(len(block_T)), block_T].double(), uniform_T)
     return (block_T * _BLOCK + index_T).clamp(max=weights_TV.shape[1] - 1)
 

@@ -5,15 +5,15 @@ Patch points of TRL, each pinned by tests/parity/test_contracts.py: the name `LL
 `trl.trainer.grpo_trainer` (exchanged only while `GRPOTrainer.__init__` runs, see [`rollout_engine`]).
 """
 
+import functools
 import json
 import logging
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -26,10 +26,18 @@ from trl.trainer import grpo_trainer
 from hf_codraft.drafts.eagle3 import VLLM_METHOD, Eagle3Draft
 from hf_codraft.hub.checkpoint import plain_config
 from hf_codraft.serving.acceptance import Acceptance
-from hf_codraft.serving.cpu import PackedLayers, is_cpu, repair_sampling
-from hf_codraft.serving.refit import WeightStream, check_digests, check_names, engine_digests
+from hf_codraft.serving.agreement import NUM_ROWS, Bounds, Distance, Sampling, complaint, distance
+from hf_codraft.serving.cpu import is_cpu, repair_sampling
+from hf_codraft.serving.packed import PackedLayers, exchanged
+from hf_codraft.serving.refit import WeightStream, check_finite, check_names, fingerprint
 
 logger = logging.getLogger(__name__)
+
+# Options of vLLM's SamplingParams that leave the log-probs of what is drawn alone.
+_KEEPS_DISTRIBUTION = {
+    "max_tokens", "stop", "stop_token_ids", "seed", "n", "ignore_eos", "include_stop_str_in_output", "detokenize",
+    "skip_special_tokens", "spaces_between_special_tokens", "logprobs", "prompt_logprobs",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -48,23 +56,13 @@ class Speculation:
 
 
 @contextmanager
-def _exchanged(module: ModuleType, name: str, value: Any) -> Iterator[None]:
-    original = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, original)
-
-
-@contextmanager
-def rollout_engine(speculation: Speculation | None, dtype: str) -> Iterator[None]:
-    """While open, a `GRPOTrainer` that is constructed builds its vLLM engine with this speculation and dtype."""
+def rollout_engine(speculation: Speculation | None, dtype: str, *, check_every: int) -> Iterator[None]:
+    """While open, a `GRPOTrainer` that is constructed builds its vLLM engine with these settings."""
 
     def build(*args: Any, **kwargs: Any) -> "CoDraftVLLMGeneration":
-        return CoDraftVLLMGeneration(*args, speculation=speculation, dtype=dtype, **kwargs)
+        return CoDraftVLLMGeneration(*args, speculation=speculation, dtype=dtype, check_every=check_every, **kwargs)
 
-    with _exchanged(grpo_trainer, "VLLMGeneration", build):
+    with exchanged(grpo_trainer, "VLLMGeneration", build):
         yield
 
 
@@ -89,21 +87,28 @@ class CoDraftVLLMGeneration(VLLMGeneration):
 
     Args:
         speculation ([`Speculation`], *optional*): how to draft; `None` for plain sampling.
-        dtype (`str`): dtype of the engine's weights, `"bfloat16"`, `"float16"` or `"float32"`.
+        dtype (`str`): dtype of the engine's weights, `"bfloat16"`, `"float16"`, `"float32"`, or `"auto"` for the policy's.
+        check_every (`int`): batches of rollouts from one look at their log-probs to the next; 0 for none.
         args, kwargs: of TRL's `VLLMGeneration`.
     """
 
-    def __init__(self, *args: Any, speculation: Speculation | None, dtype: str, **kwargs: Any):
+    def __init__(self, *args: Any, speculation: Speculation | None, dtype: str, check_every: int, **kwargs: Any):
         self.speculation = speculation
-        self.dtype = getattr(torch, dtype)
+        self.dtype = None if dtype == "auto" else getattr(torch, dtype)
+        self.check_every = check_every
+        self._num_unchecked = 0  # batches since the last look at their log-probs
+        self._checked_at: int | None = None  # version
         self.draft: Eagle3Draft | None = None
         self.version = 0
         self._packed = PackedLayers()
+        self._loaded: int | None = None  # fingerprint of the weights that the engine has
         self._rollouts = Rollouts()
         super().__init__(*args, **kwargs)
 
     def _init_vllm(self) -> None:
         original = vllm_generation.LLM
+        if self.dtype is None:
+            self.dtype = self.model.dtype
         extra: dict[str, Any] = {"dtype": str(self.dtype).removeprefix("torch.")}
         with tempfile.TemporaryDirectory() as folder:
             if self.speculation is not None:
@@ -120,13 +125,43 @@ class CoDraftVLLMGeneration(VLLMGeneration):
             if is_cpu():
                 extra["enforce_eager"] = True
             with (
-                _exchanged(vllm_generation, "LLM", lambda **kwargs: original(**kwargs, **extra)),
+                exchanged(vllm_generation, "LLM", lambda **kwargs: original(**kwargs, **extra)),
                 self._packed.recording(),
             ):
                 super()._init_vllm()
+        self._check_own_classes()
+        self._check_packed()
         if self.draft is not None:
             check_names(self._engine_draft(), self._engine_policy(), [n for n, _ in self.draft.serving_weights()])
         self._count_outputs()
+
+    def _check_own_classes(self) -> None:
+        """Refuses an engine that was built of the trainer's own classes, which its compiler then takes over."""
+        from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
+
+        taken = sorted(
+            {type(m).__name__ for m in self.model.modules() if isinstance(m, TorchCompileWithNoGuardsWrapper)}
+        )
+        if taken:
+            raise ValueError(
+                f"vLLM has no implementation of this policy and runs that of transformers, for which it changes {taken} in "
+                "place: the trainer's own forward would fail. Use vllm_mode='server' (without a draft), use_vllm=False, or "
+                "another policy."
+            )
+
+    def _check_packed(self) -> None:
+        """Asks whether everything that vLLM made of the loaded weights can be made again after a refit."""
+        if not self._packed.unknown:
+            return
+        message = (
+            f"vLLM changed {len(self._packed.unknown)} parameters after loading them ({self._packed.unknown[:4]}), in a way "
+            "that hf-codraft cannot redo, so after the first refit rollouts would come from wrong weights."
+        )
+        if self.draft is not None:
+            raise ValueError(
+                f"{message} Train a policy that is not quantized, choose another kernel for these layers, or pass draft=None."
+            )
+        _warn_once(message)
 
     def _count_outputs(self) -> None:
         """Keeps what TRL throws away: the acceptance of every finished row."""
@@ -149,6 +184,64 @@ class CoDraftVLLMGeneration(VLLMGeneration):
         """What happened since the last call."""
         taken, self._rollouts = self._rollouts, Rollouts()
         return taken
+
+    @property
+    def sampling(self) -> Sampling | None:
+        """How tokens are drawn; `None` where that depends on more than the policy's logits (penalties, bans)."""
+        changed = self.generation_kwargs.keys() - _KEEPS_DISTRIBUTION - Sampling.__annotations__.keys()
+        own = {name: getattr(self, name) or getattr(Sampling, name) for name in Sampling.__annotations__}
+        sampling = Sampling(**own | {n: v for n, v in self.generation_kwargs.items() if n in own})
+        if changed or self.repetition_penalty != 1 or self.structured_outputs_regex or not sampling.temperature > 0:
+            return None
+        return sampling
+
+    def check_rollouts(
+        self,
+        prompt_ids: list[list[int]],
+        completion_ids: list[list[int]],
+        is_sampled: list[list[int]] | None,
+        logps: list[list[float | None]] | None,
+        *,
+        logits_of: Callable[[list[int], int], torch.Tensor],
+        dtype: torch.dtype,
+        is_strict: bool,
+    ) -> Distance | None:
+        """Compares a batch of rollouts with the policy where that is due: the first one, then one of `check_every`.
+
+        Args:
+            prompt_ids, completion_ids, is_sampled, logps: of the rollouts; `is_sampled` is 0 where a tool wrote.
+            logits_of (callable): see [`distance`].
+            dtype (`torch.dtype`): that the policy is computed in.
+            is_strict (`bool`): whether a difference is an error; else a warning.
+
+        Raises:
+            RuntimeError: if the log-probs are further apart than rounding explains, on all ranks alike.
+        """
+        self._num_unchecked += 1
+        is_due = self._checked_at is None or self._num_unchecked >= self.check_every
+        if not self.check_every or not is_due or logps is None:
+            return None
+        if self.sampling is None:
+            _warn_once(
+                "check_rollouts_every has no effect: penalties or constraints change log-probs beside the policy."
+            )
+            return None
+        rows = list(zip(prompt_ids, completion_ids, is_sampled or [[1] * len(ids) for ids in completion_ids], logps))
+        rows = rows[:: -(-len(rows) // NUM_ROWS)]
+        bounds = Bounds.of(self.dtype, dtype, device=self.accelerator.device)
+        found = distance(rows, logits_of=logits_of, sampling=self.sampling, bounds=bounds)
+        sums = torch.tensor(astuple(found), dtype=torch.float64)
+        num_tokens, clipped_sum, num_outliers = self.accelerator.reduce(sums.to(self.accelerator.device)).tolist()
+        found = Distance(int(num_tokens), clipped_sum, int(num_outliers))
+        if found.num_tokens == 0:
+            return None
+        if not found.is_within(bounds):
+            message = complaint(found, bounds, version=self.version, held_at=self._checked_at)
+            if is_strict and self.draft is not None:
+                raise RuntimeError(message)
+            _warn_once(message)
+        self._checked_at, self._num_unchecked = self.version, 0
+        return found
 
     def _runner(self) -> Any:
         return self.llm.llm_engine.model_executor.driver_worker.model_runner
@@ -176,24 +269,57 @@ class CoDraftVLLMGeneration(VLLMGeneration):
             vllm_generation.empty_cache()
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
-        policy = self._engine_policy()
-        streams = {"policy": WeightStream(self._iter_named_params(), self.dtype)}
-        policy.load_weights(streams["policy"])
-        draft = None
-        if self.draft is not None:
-            draft = self._engine_draft()
-            streams["draft"] = WeightStream(self.draft.serving_weights(), self.dtype)
-            draft.load_weights(list(streams["draft"]))
-        if self.tensor_parallel_size == 1:  # a rank of a tensor-parallel engine holds shards only
-            check_digests(streams["policy"].digests, engine_digests(policy), side="policy")
-            if draft is not None:
-                check_digests(streams["draft"].digests, engine_digests(draft, without=policy), side="draft")
-        elif self.version == 0:
-            logger.warning("refits are not verified with vllm_tensor_parallel_size > 1.")
-        self._packed.repack()
+        with self._packed.unpacked():
+            policy = self._engine_policy()
+            stream = WeightStream(self._iter_named_params(), policy)
+            policy.load_weights(stream)
+            self._verify(stream, "policy")
+            if self.draft is not None:
+                draft = self._engine_draft()
+                stream = WeightStream(self.draft.serving_weights(), draft)
+                weights = list(stream)
+                check_finite(weights)
+                draft.load_weights(weights)
+                self._verify(stream, "draft")
         self.llm.reset_prefix_cache()
         self.version += 1
+        self._loaded = self._weights()
         self._rollouts.refit_s += time.perf_counter() - started
+
+    def _verify(self, stream: WeightStream, side: str) -> None:
+        """Compares what was sent with what arrived; an error with a draft, a warning where plain TRL would go on."""
+        if self.tensor_parallel_size > 1:  # a rank holds shards only
+            _warn_once("refits are not verified by digest with vllm_tensor_parallel_size > 1.")
+            return
+        wrong = stream.differing()
+        if stream.unverified:
+            _warn_once(
+                f"{len(stream.unverified)} tensors of the {side} have another name or shape in the engine, so refits of them are "
+                f"not verified by digest: {stream.unverified[:8]}."
+            )
+        if not wrong:
+            return
+        message = (
+            f"after the refit the engine's {side} differs from the trainer's in {len(wrong)} tensors: {wrong[:8]}. Rollouts "
+            "would come from other weights; this is a fault of the refit, please report it with your versions."
+        )
+        if self.draft is not None:
+            raise RuntimeError(message)
+        _warn_once(message)
+
+    def _weights(self) -> int:
+        modules = [self.model] if self.draft is None else [self.model, self.draft]
+        return fingerprint(p for module in modules for p in module.parameters())
+
+    def is_stale(self) -> bool:
+        """Whether policy or draft changed on any rank since the last refit; all ranks must ask."""
+        is_stale = torch.tensor(float(self._loaded != self._weights()), device=self.accelerator.device)
+        return bool(self.accelerator.reduce(is_stale) > 0)
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
 
 
 def write_initial_draft(draft: Eagle3Draft, folder: Path, dtype: torch.dtype) -> None:

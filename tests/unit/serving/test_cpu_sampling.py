@@ -43,6 +43,14 @@ def test_a_row_of_zeros_gives_an_index_inside_the_vocabulary():
     assert 0 <= _draw(torch.zeros(1, 300), torch.tensor([0.7], dtype=torch.float64)).item() < 300
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_row_that_is_not_finite_is_an_error(value):
+    weights = torch.rand(3, 700, generator=torch.Generator().manual_seed(0))
+    weights[1, 300] = value
+    with pytest.raises(RuntimeError, match="not finite"):
+        _draw(weights, torch.full((3,), 0.5, dtype=torch.float64))
+
+
 def test_drafted_tokens_follow_the_probabilities_that_are_returned():
     torch.manual_seed(0)
     logits = torch.randn(1, 40).repeat(DRAWS, 1)

@@ -346,3 +346,24 @@ def test_ranks_keep_the_same_draft(tmp_path, run_ranks):
     assert [not same(a, b) for a, b in pairwise(history)] == [True, True, False, True]
     assert [entry["draft/skipped_steps"] for entry in log] == [0, 0, 1, 1]
     assert all(tensor.isfinite().all() for tensor in history[-1].values() if tensor.is_floating_point())
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, torch.float32),
+        ({"model_init_kwargs": {"dtype": "bfloat16"}}, torch.bfloat16),
+        ({"bf16": True}, torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_draft_is_computed_in_the_precision_of_the_policy(tmp_path, changes, expected):
+    seen = set()
+    path = tiny.save(tiny.policy("qwen3", num_hidden_layers=4), tmp_path / "policy")
+    trainer = codraft(tmp_path / "out", model=path, max_steps=1, **changes)
+    trainer.draft.fc.register_forward_hook(lambda module, args, output: seen.add(output.dtype))
+    trainer.train()
+    assert trainer._compute_dtype == expected
+    assert seen == {expected}
+    assert trainer.draft.fc.weight.dtype == torch.float32
+    assert math.isfinite(steps(trainer)[0]["draft/loss"])

@@ -58,6 +58,7 @@ BAD_VALUES = [
     ("draft_warmup_learning_rate", -1.0),
     ("draft_loss_chunk_size", 0),
     ("rollout_dtype", "fp8"),
+    ("check_rollouts_every", -1),
 ]
 
 
@@ -115,6 +116,12 @@ def test_draft_without_vllm_warns_and_trains(tmp_path):
 def test_settings_of_plain_grpo_are_refused_as_args(tmp_path):
     with pytest.raises(ValueError, match="args must be a CoDraftGRPOConfig"):
         FixedCoDraftGRPOTrainer(tiny.policy(), tiny.reward, GRPOConfig(**settings(tmp_path)), draft="eagle3")
+
+
+@pytest.mark.parametrize("draft", [None, "eagle3"])
+def test_engine_made_of_the_trainers_own_classes_is_refused(tmp_path, draft):
+    with pytest.raises(ValueError, match=r"vllm_model_impl='transformers' .*the trainer's own forward then fails"):
+        codraft(tmp_path, draft=draft, use_vllm=True, vllm_mode="colocate", vllm_model_impl="transformers")
 
 
 # Speculation that the engine cannot do right
