@@ -1,7 +1,9 @@
 """Every knob of co-training, beside all of TRL's."""
 
 import dataclasses
+import math
 import os
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 from accelerate.utils import is_compiled_module
 from trl import GRPOConfig
 
+from hf_codraft.drafts.learner import CO_TRAINING_RATE, check_pass_weights, rate_factor
 from hf_codraft.losses import LOSS_TYPES
 
 DEFAULT_SPECULATIVE_TOKENS = 3
@@ -49,6 +52,8 @@ class CoDraftGRPOConfig(GRPOConfig):
     Each field's help text is in its metadata; `hf-codraft grpo --help` prints them.
     """
 
+    _VALID_DICT_FIELDS = GRPOConfig._VALID_DICT_FIELDS + ["draft_lr_scheduler_kwargs"]  # may come as JSON
+
     num_speculative_tokens: int | None = field(
         default=None,
         metadata={
@@ -70,9 +75,6 @@ class CoDraftGRPOConfig(GRPOConfig):
             "near), 'ce'; 'auto' is kl in the warm-up and until the first guess is accepted 0.4 of the time, then tv."
         },
     )
-    draft_loss_weight: float = field(
-        default=1.0, metadata={"help": "Factor of the draft's loss; 0 does not train it."}
-    )
     draft_learning_rate: float | None = field(
         default=None,
         metadata={
@@ -83,11 +85,23 @@ class CoDraftGRPOConfig(GRPOConfig):
     draft_lr_scheduler_type: str = field(
         default="constant",
         metadata={
-            "help": "Schedule of the draft's learning rate, by transformers' name. 'constant' suits a moving policy."
+            "help": "Schedule of the draft's learning rate over its own steps, by transformers' name (not those that follow a "
+            "metric). 'constant' suits a moving policy."
         },
     )
-    draft_warmup_steps: int = field(
-        default=0, metadata={"help": "Optimizer steps over which the draft's learning rate rises from 0."}
+    draft_lr_scheduler_kwargs: dict | str | None = field(
+        default=None,
+        metadata={
+            "help": "What else the draft's schedule takes, as lr_scheduler_kwargs is for the policy's: {'min_lr_rate': 0.1} "
+            "for 'cosine_with_min_lr', {'num_decay_steps': 100} for 'warmup_stable_decay'."
+        },
+    )
+    draft_lr_warmup_steps: int = field(
+        default=0,
+        metadata={
+            "help": "Optimizer steps over which the draft's learning rate rises, with every schedule: n of them begin at "
+            "1 / (n + 1) of the peak."
+        },
     )
     draft_weight_decay: float = field(default=0.0, metadata={"help": "Weight decay of the draft's AdamW."})
     draft_max_grad_norm: float = field(
@@ -219,22 +233,24 @@ class CoDraftGRPOConfig(GRPOConfig):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
         for name in (
-            "draft_loss_weight", "draft_learning_rate", "draft_weight_decay", "draft_max_grad_norm", "draft_warmup_rollouts",
-            "draft_warmup_steps", "draft_warmup_learning_rate", "draft_warmup_host_gb", "check_rollouts_every",
+            "draft_learning_rate", "draft_weight_decay", "draft_max_grad_norm", "draft_warmup_rollouts", "draft_lr_warmup_steps",
+            "draft_warmup_learning_rate", "draft_warmup_host_gb", "check_rollouts_every",
         ):  # fmt: skip
-            if (getattr(self, name) or 0) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}.")
+            if not 0 <= (getattr(self, name) or 0) < math.inf:
+                raise ValueError(f"{name} must be a number and not negative, got {getattr(self, name)}.")
         if self.use_vllm and self.vllm_mode == "colocate" and self.vllm_model_impl == "transformers":
             raise ValueError(
                 "vllm_model_impl='transformers' cannot be used with vllm_mode='colocate': vLLM changes the transformers class in "
                 "place, and the trainer's own forward then fails (TRL's too). Leave vllm_model_impl at 'auto' or 'vllm'."
             )
-        endless = ("constant", "constant_with_warmup", "inverse_sqrt")
-        if self.draft_lr_scheduler_type not in endless and self.max_steps <= 0:
-            raise ValueError(
-                f"draft_lr_scheduler_type={self.draft_lr_scheduler_type!r} needs to know the number of steps: set max_steps, or "
-                f"take one of {endless}."
-            )
+        check_pass_weights(self.ttt_pass_weights, self.num_speculative_tokens or DEFAULT_SPECULATIVE_TOKENS)
+        rate_factor(
+            self.draft_lr_scheduler_type,
+            learning_rate=self.draft_learning_rate or CO_TRAINING_RATE,
+            num_steps=self.draft_steps(self.max_steps if self.max_steps > 0 else sys.maxsize),
+            num_warmup_steps=self.draft_lr_warmup_steps,
+            options=self.draft_lr_scheduler_kwargs,
+        )
         self.draft_temperature  # noqa: B018  (raises where it cannot be read)
 
     @property
@@ -251,6 +267,10 @@ class CoDraftGRPOConfig(GRPOConfig):
                 f"draft_teacher_temperature must be 'rollout' or a number above 0, got {self.draft_teacher_temperature!r}."
             )
         return temperature
+
+    def draft_steps(self, max_steps: int) -> int:
+        """Optimizer steps of the draft in so many of the policy."""
+        return -(-max_steps // self.draft_update_every) * self.draft_updates_per_step
 
     @property
     def engine_dtype(self) -> str:

@@ -200,10 +200,9 @@ class CoDraftGRPOTrainer(GRPOTrainer):
             pass_weights=tuple(args.ttt_pass_weights) if args.ttt_pass_weights else None,
             temperature=args.draft_temperature,
             chunk_size=args.draft_loss_chunk_size,
-            loss_weight=args.draft_loss_weight,
             scheduler=args.draft_lr_scheduler_type,
-            scheduler_steps=args.max_steps * args.draft_updates_per_step if args.max_steps > 0 else None,
-            warmup_steps=args.draft_warmup_steps,
+            scheduler_options=args.draft_lr_scheduler_kwargs,
+            warmup_steps=args.draft_lr_warmup_steps,
             autocast=self._draft_autocast,
             opening=opening,
         )
@@ -237,7 +236,7 @@ class CoDraftGRPOTrainer(GRPOTrainer):
     @property
     def _trains_draft(self) -> bool:
         """Whether the optimizer step that is under way updates the draft."""
-        if self.learner is None or self.args.freeze_draft or self.args.draft_loss_weight == 0:
+        if self.learner is None or self.args.freeze_draft or self.learner.has_stopped:
             return False
         return self.state.global_step % self.args.draft_update_every == 0
 
@@ -348,6 +347,8 @@ class CoDraftGRPOTrainer(GRPOTrainer):
         self._seconds["policy"] += time.perf_counter() - started - (self._seconds["prepare"] - prepared)
         if self._pending is not None:
             self._draft_step()
+        if self.learner is not None and not self.args.freeze_draft:
+            self._metrics["train"]["draft/has_stopped"] = [float(self.learner.has_stopped)]
         return loss
 
     # 3. Draft step
@@ -382,7 +383,7 @@ class CoDraftGRPOTrainer(GRPOTrainer):
             metrics["draft/expected_accept_length_updated"].append(window.expected_after)
         metrics["draft/learning_rate"] = [window.learning_rate]
         for step in window.steps:
-            if step.is_skipped or step.num_supervised == 0:
+            if step.is_skipped or math.isnan(step.loss):
                 continue
             metrics["draft/loss"].append(step.loss)
             metrics["draft/grad_norm"].append(step.grad_norm)
@@ -420,6 +421,8 @@ class CoDraftGRPOTrainer(GRPOTrainer):
 
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
         # The warm start needs the policy as it is trained (wrapped, sharded, a checkpoint loaded); this is where it is.
+        if self.learner is not None:
+            self.learner.schedule(self.args.draft_steps(max_steps))
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         self._borrowed = None
         if self._needs_warm_up:

@@ -2,6 +2,7 @@
 
 import math
 import time
+import warnings
 
 import pytest
 import torch
@@ -67,10 +68,11 @@ def both_ways(rank) -> dict:
     results = {name: train(by_rank[rank]) for name, by_rank in SCENARIOS.items()}
     results["tiles"] = one_row_in_tiles()
     results["poisoned"] = train(SCENARIOS["halves"][rank], steps=3, poisoned_steps=(1,), poisons=rank == 1)
-    try:
-        train(SCENARIOS["halves"][rank], steps=3, poisoned_steps=(0, 1, 2), poisons=rank == 1)
-    except RuntimeError as error:
-        results["error"] = str(error)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        poison = dict(poisoned_steps=(0, 1, 2), poisons=rank == 1)
+        results["stopped"] = train(SCENARIOS["halves"][rank], steps=5, **poison)
+    results["warnings"] = [str(warning.message) for warning in caught]
     return results
 
 
@@ -124,7 +126,15 @@ def test_a_rank_that_is_not_finite_skips_the_step_on_both(two_ranks):
         assert not math.isfinite(reports[1].loss)
         assert counters == (2, 1)
         assert len(seen) == 2
-        assert "not finite 3 times in a row" in two_ranks[rank]["error"]
+
+
+def test_both_ranks_stop_learning_after_three_steps_that_one_spoiled(two_ranks):
+    for rank in range(2):
+        weights, seen, reports, counters = two_ranks[rank]["stopped"]
+        assert all(report.is_skipped for report in reports) and not seen
+        assert counters == (0, 3)
+        assert all(torch.equal(a, b) for a, b in zip(weights, tiny_draft().parameters(), strict=True))
+        assert sum("not finite 3 times in a row" in message for message in two_ranks[rank]["warnings"]) == 1
 
 
 # The fixture itself: it must fail, and soon, where a rank does

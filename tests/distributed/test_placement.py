@@ -387,7 +387,7 @@ def check_slots(rank):
 
 
 def check_not_finite(rank):
-    """NaN on one rank: no rank steps its draft, the policy goes on; the third time is an error on all."""
+    """NaN on one rank: no rank steps its draft, the policy goes on; after the third time all stop learning."""
     model, rows = families.policy("llama"), families.batch(8, 12)
     for placement, victim in (("spread", 0), ("last_deferred", 1)):
         draft = make_draft(make_pipeline(model, Setting()), model, Setting(placement))
@@ -395,14 +395,11 @@ def check_not_finite(rank):
             with torch.no_grad():
                 draft.learner.draft.norm.weight.fill_(float("nan"))
         before = [] if draft.learner is None else [p.clone() for p in draft.learner.parameters]
-        for attempt in range(3):
+        for attempt in range(4):
             assert torch.isfinite(draft.train_step(rows, next_token_loss)).all()
             assert all(torch.isfinite(p.grad).all() for s in draft.pipeline.stages for p in s.parameters())
-            if attempt < 2:
-                assert draft.step().is_skipped
-                continue
-            with pytest.raises(RuntimeError, match="not finite 3 times in a row"):
-                draft.step()
+            assert draft.step().is_skipped
+            assert draft.learner is None or draft.learner.has_stopped == (attempt >= 2)
         after = [] if draft.learner is None else draft.learner.parameters
         assert rank == victim or all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
         assert draft.learner is None or draft.learner.num_skipped == 3

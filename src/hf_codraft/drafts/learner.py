@@ -4,7 +4,9 @@ Sums are accumulated and divided once, at the step, by the global number of supe
 split over accumulation pieces and ranks, the gradient is that of the whole.
 """
 
+import logging
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -13,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import get_scheduler
+from transformers import SchedulerType, get_scheduler
 
 from hf_codraft.drafts.eagle3 import Eagle3Draft
 from hf_codraft.drafts.expected import ExpectedAcceptance
@@ -24,6 +26,10 @@ REFERENCE_WIDTH = 576  # hidden size at which learning rates were chosen by meas
 WARM_START_RATE, CO_TRAINING_RATE = 1e-3, 3e-4
 OPENING_UPDATES = 100  # of a draft without a warm start in this run
 TV_FROM = 0.4  # acceptance of the first guess from which "auto" is total variation
+ENDLESS_SCHEDULES = ("constant", "constant_with_warmup", "inverse_sqrt")
+SCHEDULES_BY_METRIC = ("reduce_lr_on_plateau", "greedy")
+
+logger = logging.getLogger(__name__)
 
 
 def default_learning_rate(hidden_size: int, *, is_warm_start: bool) -> float:
@@ -50,6 +56,78 @@ def settling(update: int) -> float:
 def level(update: int) -> float:
     """Factor of the learning rate for a draft that goes on learning."""
     return 1.0
+
+
+def check_pass_weights(pass_weights: Sequence[float] | None, num_passes: int) -> None:
+    """Raises a `ValueError` where there is not one finite weight a pass, none negative and one above 0."""
+    if pass_weights is None:
+        return
+    if len(pass_weights) != num_passes:
+        raise ValueError(
+            f"ttt_pass_weights has {len(pass_weights)} weights, but the draft is trained for {num_passes} passes "
+            "(num_speculative_tokens); give one weight a pass."
+        )
+    if not all(0 <= weight < math.inf for weight in pass_weights) or not any(pass_weights):
+        raise ValueError(
+            f"ttt_pass_weights must be finite, none negative and one above 0, got {list(pass_weights)}; set "
+            "freeze_draft=True for a draft that does not learn."
+        )
+
+
+def rate_factor(
+    name: str,
+    *,
+    learning_rate: float,
+    num_steps: int | None = None,
+    num_warmup_steps: int = 0,
+    options: dict[str, Any] | None = None,
+) -> Callable[[int], float]:
+    """Factor of the learning rate at step 0, 1, ... of transformers' schedule of that name.
+
+    The schedule is entered one step late: with w steps of warm-up the first one has 1 / (w + 1) of the peak, where
+    transformers' has 0 and would change nothing. It ends, where it ends, after the last step.
+
+    Args:
+        name (`str`): one of transformers' `SchedulerType`.
+        learning_rate (`float`): the peak, which some options are relative to.
+        num_steps (`int`, *optional*): steps in all; only those of `ENDLESS_SCHEDULES` do without.
+        num_warmup_steps (`int`): steps below the peak, of every schedule.
+        options (`dict`, *optional*): what else the schedule takes, by transformers' names.
+
+    Raises:
+        ValueError: for a name or an option that transformers does not know, and for a schedule that follows a metric.
+    """
+    known = [kind.value for kind in SchedulerType if kind.value not in SCHEDULES_BY_METRIC]
+    if name not in known:
+        reason = ", since it follows a metric and the draft's moves with the policy" * (name in SCHEDULES_BY_METRIC)
+        raise ValueError(f"draft_lr_scheduler_type cannot be {name!r}{reason}; take one of {known}.")
+    if name not in ENDLESS_SCHEDULES and num_steps is not None and num_warmup_steps >= num_steps:
+        raise ValueError(
+            f"draft_lr_warmup_steps ({num_warmup_steps}) must be below the number of steps of the draft ({num_steps}) with "
+            f"draft_lr_scheduler_type={name!r}; lower it, or take one of {ENDLESS_SCHEDULES}."
+        )
+    options = dict(options or {})
+    if name == "inverse_sqrt":
+        options.setdefault("timescale", num_warmup_steps or 10_000)  # transformers' default, of the steps as given
+    if name in ("constant", "constant_with_warmup") and options:
+        raise ValueError(f"draft_lr_scheduler_kwargs must be empty for {name!r}, got {options}.")
+    try:
+        schedule = get_scheduler(
+            "constant_with_warmup" if name == "constant" else name,
+            torch.optim.SGD([torch.zeros(1)], lr=learning_rate),
+            num_warmup_steps=num_warmup_steps + 1,
+            num_training_steps=None if num_steps is None or "num_stable_steps" in options else num_steps + 1,
+            scheduler_specific_kwargs=options,
+        )
+        factors = [schedule.lr_lambdas[0](step + 1) for step in (0, num_warmup_steps, num_warmup_steps + 1)]
+        if not all(0 <= factor < math.inf for factor in factors):
+            raise ValueError(f"factors of the learning rate would be {factors}")
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise ValueError(
+            f"draft_lr_scheduler_kwargs={options} does not suit draft_lr_scheduler_type={name!r} at learning rate "
+            f"{learning_rate}: {error}."
+        ) from error
+    return lambda step: schedule.lr_lambdas[0](step + 1)
 
 
 @dataclass(frozen=True)
@@ -88,8 +166,9 @@ class DraftLearner:
             than `TV_FROM` of the time, since `tv` has no gradient where the draft is far off; then `tv`, by which acceptance
             is lost.
         pass_weights, temperature, chunk_size: see [`Eagle3Draft.compute_loss`].
-        loss_weight (`float`): factor of the whole loss.
-        scheduler (`str`), scheduler_steps (`int`), warmup_steps (`int`): transformers' learning-rate schedule.
+        scheduler (`str`), scheduler_steps (`int`, *optional*), warmup_steps (`int`), scheduler_options (`dict`, *optional*):
+            of the learning rate, see [`rate_factor`]. Where the schedule needs to know its number of steps and is not told,
+            [`schedule`] is called before the first.
         opening (callable): factor of the scheduled learning rate at each update: [`level`], [`rising`] or [`settling`].
         autocast (callable): opens the mixed-precision context of the draft's forward.
         groups (`Sequence[dist.ProcessGroup]`, *optional*): process groups over which gradients and sums are added up, one
@@ -105,10 +184,10 @@ class DraftLearner:
     pass_weights: tuple[float, ...] | None = None
     temperature: float = 1.0
     chunk_size: int | None = 512
-    loss_weight: float = 1.0
     scheduler: str = "constant"
     scheduler_steps: int | None = None
     warmup_steps: int = 0
+    scheduler_options: dict[str, Any] | None = None
     autocast: Callable[[], AbstractContextManager] = nullcontext
     groups: Sequence[dist.ProcessGroup | None] | None = None
     opening: Callable[[int], float] = level
@@ -122,19 +201,16 @@ class DraftLearner:
     num_skipped_in_a_row: int = field(default=0, init=False)
 
     def __post_init__(self):
-        if self.pass_weights is not None and len(self.pass_weights) != self.num_passes:
-            raise ValueError(
-                f"ttt_pass_weights has {len(self.pass_weights)} weights, but the draft is trained for {self.num_passes} "
-                "passes (num_speculative_tokens); give one weight a pass."
-            )
+        check_pass_weights(self.pass_weights, self.num_passes)
         self.parameters = [p for p in self.draft.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(self.parameters, lr=self.learning_rate, weight_decay=self.weight_decay)
-        self.lr_scheduler = get_scheduler(
-            self.scheduler,
-            self.optimizer,
-            num_warmup_steps=self.warmup_steps,
-            num_training_steps=self.scheduler_steps,
+        # fused: without temporaries as large as the weights
+        is_fused = self.parameters[0].device.type in ("cpu", "cuda")
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, lr=self.learning_rate, weight_decay=self.weight_decay, fused=is_fused
         )
+        self.lr_scheduler: LambdaLR | None = None
+        if self.scheduler_steps is not None or self.scheduler in ENDLESS_SCHEDULES:
+            self.schedule(self.scheduler_steps)
         self._clear_sums()
 
     @contextmanager
@@ -161,7 +237,8 @@ class DraftLearner:
     @property
     def last_lr(self) -> float:
         """Learning rate of the next step."""
-        return self.lr_scheduler.get_last_lr()[0] * self._lr_factor
+        assert self.lr_scheduler is not None
+        return float(self.lr_scheduler.get_last_lr()[0]) * self._lr_factor
 
     @property
     def _lr_factor(self) -> float:
@@ -186,8 +263,28 @@ class DraftLearner:
         self._sums = torch.zeros(3, self.num_passes, dtype=torch.float64, device=device)
         self._covered = torch.zeros(2, dtype=torch.float64, device=device)
 
+    def schedule(self, num_steps: int | None) -> None:
+        """Starts the learning rate's schedule, over so many optimizer steps."""
+        factor = rate_factor(
+            self.scheduler,
+            learning_rate=self.learning_rate,
+            num_steps=num_steps,
+            num_warmup_steps=self.warmup_steps,
+            options=self.scheduler_options,
+        )
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate  # an earlier schedule may have left another
+        self.lr_scheduler = LambdaLR(self.optimizer, factor)
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether the draft has stopped learning, after `MAX_SKIPPED_IN_A_ROW` steps that were not finite. Alike on all ranks."""
+        return self.num_skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW
+
     def accumulate(self, batch: PackedBatch, policy: PolicyWeights) -> None:
         """Adds the loss sum of one piece of the batch and its gradient; no rank waits for another here."""
+        if self.has_stopped:
+            return
         with self.autocast():
             loss = self.draft.compute_loss(
                 batch,
@@ -206,13 +303,21 @@ class DraftLearner:
     def step(self) -> DraftStep:
         """Averages over ranks, clips and updates; every rank must call it the same number of times.
 
-        What was accumulated is gone afterwards, after an error too.
+        What was accumulated is gone afterwards, after an error too, and the schedule has moved on by a step. After three steps
+        in a row whose loss or gradient was not finite the draft stops learning: it says so once, and later steps are skipped.
 
         Raises:
-            RuntimeError: when the loss was not finite three times in a row.
+            RuntimeError: if the schedule needs to know its number of steps and [`schedule`] was not called.
             Exception: what this rank could not do. If it came before the sum of the gradients, the other ranks have skipped
                 the step, as for a loss that is not finite.
         """
+        if self.lr_scheduler is None:
+            raise RuntimeError(
+                f"the schedule {self.scheduler!r} needs a number of steps; call schedule(num_steps) first."
+            )
+        if self.has_stopped:
+            nan_K = (math.nan,) * self.num_passes
+            return DraftStep(math.nan, nan_K, nan_K, 0, math.nan, math.nan, is_skipped=True)
         flat = failure = None
         try:
             flat = self._flat_gradient()
@@ -228,30 +333,34 @@ class DraftLearner:
             assert failure is not None
             raise failure
         weights_K = torch.tensor(self.pass_weights or (1.0,) * self.num_passes).to(count_K)
-        denominator = (weights_K * count_K).sum().clamp(min=1.0)
+        weight = (weights_K * count_K).sum()
+        is_empty = weight.item() == 0
+        denominator = torch.ones_like(weight) if is_empty else weight
         loss = ((weights_K * loss_sum_K).sum() / denominator).item()
         grad_norm = math.nan
         if math.isfinite(loss):  # which all ranks know alike
             self.sum_over_ranks(flat)
-            flat.mul_(self.loss_weight / denominator.to(flat.dtype))
+            flat.mul_((1 / denominator).to(flat.dtype))
             grad_norm = torch.linalg.vector_norm(flat).item()
         is_skipped = not math.isfinite(grad_norm)
         if is_skipped:
             self._skip(loss, grad_norm)
-        elif count_K.sum() > 0:
+        elif not is_empty:
             if self.max_grad_norm and grad_norm > self.max_grad_norm:
                 flat.mul_(self.max_grad_norm / grad_norm)
             self._scatter_gradients(flat)
             self._scaled_step()
             self.optimizer.zero_grad(set_to_none=True)
-            self.lr_scheduler.step()
             self.num_steps += 1
             self.num_skipped_in_a_row = 0
+        with warnings.catch_warnings():  # torch's own, where the very first step was skipped
+            warnings.filterwarnings("ignore", message=".*lr_scheduler.step\\(\\)")
+            self.lr_scheduler.step()  # whatever became of the step: the schedule ends where the policy's run does
         means = (torch.stack([loss_sum_K, accept_sum_K]) / count_K).tolist()
         if count_K[0] > 0 and math.isfinite(means[1][0]):
             self.acceptance = means[1][0]
         return DraftStep(
-            loss if count_K.sum() > 0 else math.nan,
+            math.nan if is_empty else loss,
             tuple(means[0]),
             tuple(means[1]),
             int(count_K[0].item()),
@@ -300,12 +409,15 @@ class DraftLearner:
     def _skip(self, loss: float, grad_norm: float) -> None:
         self.num_skipped += 1
         self.num_skipped_in_a_row += 1
-        if self.num_skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-            raise RuntimeError(
-                f"the draft's loss ({loss}) or gradient norm ({grad_norm}) was not finite {self.num_skipped_in_a_row} "
-                "times in a row. The policy is unharmed; lower draft_learning_rate, or look for NaN in the policy's "
-                "hidden states."
+        if self.has_stopped:
+            message = (
+                f"the draft has STOPPED LEARNING: its loss ({loss}) or gradient norm ({grad_norm}) was not finite "
+                f"{MAX_SKIPPED_IN_A_ROW} times in a row. The policy is unharmed and trains on, and rollouts stay the policy's "
+                "own, but they will be accepted less and less. Lower draft_learning_rate, or look for NaN in the policy's "
+                "hidden states, and resume from a checkpoint: the draft then tries again."
             )
+            logger.error(message)
+            warnings.warn(message, stacklevel=3)
 
     def _flat_gradient(self) -> torch.Tensor:
         return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in self.parameters])
@@ -326,6 +438,7 @@ class DraftLearner:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the draft's weights that a bit-exact resume needs."""
+        assert self.lr_scheduler is not None
         return {
             "optimizer": self.optimizer.state_dict(),
             "lr_scheduler": self.lr_scheduler.state_dict(),
@@ -337,10 +450,12 @@ class DraftLearner:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from [`state_dict`]; a draft that had stopped learning tries again."""
+        assert self.lr_scheduler is not None
         self.optimizer.load_state_dict(state["optimizer"])
         self.lr_scheduler.load_state_dict(state["lr_scheduler"])
         self.acceptance = state["acceptance"]
         self.lr_scale = state["lr_scale"]
         self.num_steps = state["num_steps"]
         self.num_skipped = state["num_skipped"]
-        self.num_skipped_in_a_row = state["num_skipped_in_a_row"]
+        self.num_skipped_in_a_row = state["num_skipped_in_a_row"] % MAX_SKIPPED_IN_A_ROW

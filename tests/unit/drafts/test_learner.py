@@ -3,13 +3,15 @@
 import copy
 import io
 import math
+import warnings
 from dataclasses import replace
 
 import pytest
 import torch
 from ranks import tiny_batch, tiny_draft, tiny_weights
+from transformers import SchedulerType, get_scheduler
 
-from hf_codraft.drafts.learner import TV_FROM, DraftLearner
+from hf_codraft.drafts.learner import SCHEDULES_BY_METRIC, TV_FROM, DraftLearner, rate_factor
 
 ROWS = [(5, 9), (1, 1), (3, 0), (2, 8, 3, 5), (7, 12), (1, 6), (2, 3), (4, 11)]
 SPLITS = {"one": [8], "two uneven": [3, 5], "four uneven": [1, 2, 1, 4], "a piece that supervises nothing": [1, 2, 5]}
@@ -69,11 +71,11 @@ def test_accumulation_gives_the_step_of_the_whole_batch(sizes, settings):
 
 def test_gradient_is_that_of_the_mean_loss_over_all_supervised_positions():
     draft = tiny_draft()
-    learner = learner_of(draft, max_grad_norm=0.0, loss_weight=0.3, pass_weights=(1.0, 0.5, 0.25))
+    learner = learner_of(draft, max_grad_norm=0.0, pass_weights=(1.0, 0.5, 0.25))
     whole, options = pieces_of([8])[0], dict(num_passes=3, pass_weights=(1.0, 0.5, 0.25))
     loss = draft.compute_loss(whole, tiny_weights(), **options)
     mean = loss.loss / (loss.count_K * torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64)).sum()
-    want = torch.autograd.grad(mean * 0.3, list(draft.parameters()))
+    want = torch.autograd.grad(mean, list(draft.parameters()))
     seen = applied_gradients(learner)
     step = train(learner, pieces_of([3, 5]))
     for ours, expected in zip(seen[0], want, strict=True):
@@ -115,13 +117,12 @@ def test_training_lowers_the_loss_and_raises_the_acceptance():
 
 
 @pytest.mark.parametrize("where", ["taps_TX", "hidden_TH"])
-def test_a_step_that_is_not_finite_is_skipped_counted_and_the_third_in_a_row_raises(where):
+def test_steps_that_are_not_finite_are_skipped_and_after_three_in_a_row_the_draft_stops_learning(where):
     draft = tiny_draft()
     learner = learner_of(draft, scheduler="linear", scheduler_steps=10)
     train(learner, pieces_of([8]))
     before = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
     moments = [state["exp_avg"].clone() for state in learner.optimizer.state.values()]
-    rate = learner.lr_scheduler.get_last_lr()
     bad = tiny_batch(ROWS)
     getattr(bad, where)[3:8] = torch.nan
 
@@ -132,7 +133,7 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_the_third_in_a_row_rai
     skips()
     skips()
     assert (learner.num_skipped, learner.num_skipped_in_a_row, learner.num_steps) == (2, 2, 1)
-    assert learner.lr_scheduler.get_last_lr() == rate
+    assert learner.lr_scheduler.get_last_lr() == pytest.approx([7e-3])  # it ends when the policy's run does
     assert all(torch.equal(tensor, before[name]) for name, tensor in draft.state_dict().items())
     kept = [state["exp_avg"] for state in learner.optimizer.state.values()]
     assert all(torch.equal(a, b) for a, b in zip(kept, moments, strict=True))
@@ -141,9 +142,91 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_the_third_in_a_row_rai
     assert (learner.num_skipped, learner.num_skipped_in_a_row, learner.num_steps) == (2, 0, 2)
     skips()
     skips()
-    with pytest.raises(RuntimeError, match=r"not finite 3 times in a row. The policy is unharmed"):
+    last = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
+    with pytest.warns(UserWarning, match=r"STOPPED LEARNING.*not finite 3 times in a row. The policy is unharmed"):
         train(learner, [bad])
-    assert not train(learner, pieces_of([8])).is_skipped  # for whoever catches it
+    assert learner.has_stopped
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it says so once
+        assert train(learner, pieces_of([8])).is_skipped
+    assert all(torch.equal(tensor, last[name]) for name, tensor in draft.state_dict().items())
+    again = learner_of(draft, scheduler="linear", scheduler_steps=10)
+    again.load_state_dict(learner.state_dict())
+    assert not again.has_stopped and not train(again, pieces_of([8])).is_skipped
+
+
+@pytest.mark.parametrize("factor", [1e-12, 1e-3, 1e6])
+def test_only_the_ratios_of_pass_weights_matter(factor):
+    few = [(2, 8, 3, 5), (1, 6)]  # only the large factor leaves a sum of weights above 1
+    steps, seen = [], []
+    for weights in ((1.0, 0.5, 0.25), (factor, 0.5 * factor, 0.25 * factor)):
+        learner = learner_of(tiny_draft(), pass_weights=weights)
+        seen.append(applied_gradients(learner))
+        steps.append(train(learner, [tiny_batch(few)]))
+    torch.testing.assert_close(steps[1].loss, steps[0].loss, rtol=1e-12, atol=0)
+    for ours, expected in zip(seen[1][0], seen[0][0], strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-9, atol=1e-15)
+
+
+SCHEDULES = {
+    "constant": {},
+    "constant_with_warmup": {},
+    "inverse_sqrt": {},
+    "linear": {},
+    "cosine": {},
+    "cosine_with_restarts": {"num_cycles": 2},
+    "polynomial": {"power": 2.0},
+    "cosine_with_min_lr": {"min_lr_rate": 0.1},
+    "cosine_warmup_with_min_lr": {"min_lr": 1e-5},
+    "warmup_stable_decay": {"num_decay_steps": 5, "decay_type": "linear", "warmup_type": "cosine"},
+}
+
+
+def test_every_schedule_of_transformers_works_or_is_refused():
+    assert {kind.value for kind in SchedulerType} == {*SCHEDULES, *SCHEDULES_BY_METRIC}
+    for name in SCHEDULES_BY_METRIC:
+        with pytest.raises(ValueError, match=f"draft_lr_scheduler_type cannot be '{name}', since it follows a metric"):
+            rate_factor(name, learning_rate=1e-3, num_steps=10)
+
+
+@pytest.mark.parametrize("num_warmup_steps", [0, 1, 4])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedule_is_that_of_transformers_without_a_step_of_rate_zero(name, num_warmup_steps):
+    num_steps = 12
+    common = dict(learning_rate=1e-3, num_warmup_steps=num_warmup_steps, options=SCHEDULES[name])
+    factor = rate_factor(name, num_steps=num_steps, **common)
+    rates = [factor(step) for step in range(num_steps)]
+    assert min(rates) > 0
+    assert rates[:num_warmup_steps] == sorted(rates[:num_warmup_steps])
+    assert rates[num_warmup_steps] == pytest.approx(1, abs=0.1)
+    if name not in ("warmup_stable_decay", "cosine_warmup_with_min_lr"):
+        ramp = [(step + 1) / (num_warmup_steps + 1) for step in range(num_warmup_steps)]
+        assert rates[:num_warmup_steps] == pytest.approx(ramp)
+    ends = {
+        "linear": 0, "cosine": 0, "cosine_with_restarts": 0, "polynomial": 1e-4, "cosine_with_min_lr": 0.1,
+        "cosine_warmup_with_min_lr": 0.01, "warmup_stable_decay": 0,
+    }  # fmt: skip
+    if name in ends:
+        last = num_steps - (name == "cosine_warmup_with_min_lr")  # reaches its end in the last step
+        assert factor(last) == pytest.approx(ends[name], abs=1e-12)
+    if num_warmup_steps == 0:
+        optimizer = torch.optim.SGD([torch.zeros(1)], lr=1e-3)
+        want = get_scheduler(name, optimizer, 0, num_steps, SCHEDULES[name])
+        assert rates == pytest.approx([want.lr_lambdas[0](step) for step in range(num_steps)])
+
+
+def test_schedule_that_waits_for_its_number_of_steps():
+    learner = learner_of(tiny_draft(), scheduler="linear")
+    with pytest.raises(RuntimeError, match=r"call schedule\(num_steps\) first"):
+        learner.step()
+    for _ in range(2):  # training begins a second time: at the peak again
+        learner.schedule(2)
+        rates = []
+        for _ in range(2):
+            rates += learner.lr_scheduler.get_last_lr()
+            train(learner, pieces_of([8]))
+        assert rates == pytest.approx([1e-2, 5e-3])
+        assert learner.lr_scheduler.get_last_lr() == [0.0]
 
 
 def test_a_step_that_fails_leaves_nothing_of_its_gradient(monkeypatch):
@@ -165,11 +248,12 @@ def test_a_step_without_supervised_positions_changes_nothing(rows):
     draft = tiny_draft()
     learner = learner_of(draft, weight_decay=0.1, scheduler="linear", scheduler_steps=10)
     train(learner, pieces_of([8]))
-    before, rate = [p.clone() for p in draft.parameters()], learner.lr_scheduler.get_last_lr()
+    before = [p.clone() for p in draft.parameters()]
     step = train(learner, [tiny_batch(rows)] if rows else [])
     assert not step.is_skipped and step.num_supervised == 0 and step.grad_norm == 0.0 and math.isnan(step.loss)
     assert all(torch.equal(a, b) for a, b in zip(draft.parameters(), before, strict=True))
-    assert (learner.num_steps, learner.num_skipped, learner.lr_scheduler.get_last_lr()) == (1, 0, rate)
+    assert (learner.num_steps, learner.num_skipped) == (1, 0)
+    assert learner.lr_scheduler.get_last_lr() == pytest.approx([8e-3])  # the schedule ends when the policy's run does
 
 
 def test_a_resume_from_its_state_continues_bit_for_bit():

@@ -129,27 +129,38 @@ def test_draft_is_updated_every_second_step(tmp_path):
     assert trainer.learner.num_steps == 2
 
 
-@pytest.mark.parametrize("changes", [dict(freeze_draft=True), dict(draft_loss_weight=0.0)], ids=str)
-def test_frozen_draft_stays_as_it_is(tmp_path, changes):
-    trainer = codraft(tmp_path, draft_weight_decay=0.1, **changes)
+def test_frozen_draft_stays_as_it_is(tmp_path):
+    trainer = codraft(tmp_path, draft_weight_decay=0.1, freeze_draft=True)
     history = train(trainer)
     assert all(same(history[0], later) for later in history[1:])
     assert not any("draft/loss" in entry for entry in steps(trainer))
 
 
-def test_draft_learning_rate_follows_its_own_schedule(tmp_path):
-    trainer = codraft(
-        tmp_path,
-        max_steps=4,
-        draft_lr_scheduler_type="linear",
-        draft_warmup_steps=1,
-        draft_learning_rate=1.0,
-        draft_max_grad_norm=0,
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (dict(draft_lr_scheduler_type="linear", draft_lr_warmup_steps=1), [1 / 2, 1.0, 2 / 3, 1 / 3, 0.0]),
+        (dict(draft_lr_warmup_steps=3), [1 / 4, 2 / 4, 3 / 4, 1.0, 1.0]),
+        (dict(draft_lr_scheduler_type="linear", draft_update_every=2), [1.0, 1 / 2, 0.0]),
+        # an epoch is 32 steps
+        (
+            dict(draft_lr_scheduler_type="linear", draft_update_every=16, max_steps=-1, num_train_epochs=1),
+            [1.0, 1 / 2, 0.0],
+        ),
+    ],
+    ids=["linear", "constant with a ramp", "every second step", "epochs"],
+)
+def test_draft_learning_rate_follows_its_own_schedule(tmp_path, changes, expected):
+    settings = dict(max_steps=4, draft_learning_rate=1.0, draft_max_grad_norm=0) | changes
+    trainer = codraft(tmp_path, **settings)
+    seen = []
+    trainer.learner.optimizer.register_step_pre_hook(
+        lambda optimizer, *_: seen.append(optimizer.param_groups[0]["lr"])
     )
-    assert trainer.learner.lr_scheduler.get_last_lr() == [0.0]
     trainer.train()
-    rates = [entry["draft/learning_rate"] for entry in steps(trainer)]  # of the step to come
-    assert rates == pytest.approx([1.0, 2 / 3, 1 / 3, 0.0])
+    assert seen == pytest.approx(expected[:-1])
+    rates = [entry["draft/learning_rate"] for entry in steps(trainer) if "draft/loss" in entry]  # of the step to come
+    assert rates == pytest.approx(expected[1:])
 
 
 def test_evaluation_does_not_touch_the_draft(tmp_path):
@@ -253,11 +264,18 @@ def test_step_with_a_loss_that_is_not_finite_is_skipped_and_counted(tmp_path):
     assert (trainer.learner.num_skipped, trainer.learner.num_skipped_in_a_row) == (1, 0)
 
 
-def test_three_skipped_steps_in_a_row_end_the_run(tmp_path):
-    trainer = codraft(tmp_path, trainer=type("_", (_Poisoned,), {"poisoned_steps": (1, 2, 3)}), max_steps=6)
-    with pytest.raises(RuntimeError, match="not finite 3 times in a row"):
-        trainer.train()
-    assert trainer.state.global_step == 3
+def test_draft_stops_learning_after_three_skipped_steps_and_the_policy_trains_on(tmp_path):
+    plain = grpo(tmp_path / "plain", max_steps=6)
+    plain.train()
+    poisoned = type("_", (_Poisoned,), {"poisoned_steps": (1, 2, 3)})
+    trainer = codraft(tmp_path / "poisoned", trainer=poisoned, max_steps=6)
+    with pytest.warns(UserWarning, match="the draft has STOPPED LEARNING.*not finite 3 times in a row") as caught:
+        history = train(trainer)
+    assert sum("STOPPED LEARNING" in str(warning.message) for warning in caught) == 1
+    assert [not same(a, b) for a, b in pairwise(history)] == [True, False, False, False, False, False]
+    assert [entry["draft/has_stopped"] for entry in steps(trainer)] == [0, 0, 0, 1, 1, 1]
+    assert trainer.state.global_step == 6
+    assert same(weights(plain.model), weights(trainer.model))
 
 
 # Warm-up

@@ -41,9 +41,10 @@ BAD_VALUES = [
     ("num_speculative_tokens", -1),
     ("draft_sample_method", "random"),
     ("draft_loss_type", "mse"),
-    ("draft_loss_weight", -1.0),
     ("draft_learning_rate", -1e-3),
-    ("draft_warmup_steps", -1),
+    ("draft_learning_rate", float("nan")),
+    ("draft_learning_rate", float("inf")),
+    ("draft_lr_warmup_steps", -1),
     ("draft_weight_decay", -0.1),
     ("draft_max_grad_norm", -1.0),
     ("draft_teacher_temperature", "hot"),
@@ -74,14 +75,49 @@ def test_teacher_temperature_is_read_as_a_number_or_the_rollouts(tmp_path, value
     assert args.draft_temperature == (0.4 if value == "rollout" else float(value))
 
 
-def test_pass_weights_must_be_one_a_pass(tmp_path):
-    with pytest.raises(ValueError, match=r"ttt_pass_weights has 2 weights, but .* 3 passes"):
-        codraft(tmp_path, ttt_pass_weights=[1.0, 0.5])
+@pytest.mark.parametrize(
+    ("weights", "match"),
+    [
+        ([1.0, 0.5], r"ttt_pass_weights has 2 weights, but .* 3 passes"),
+        ([1.0, 0.5, -0.1], "none negative"),
+        ([1.0, 0.5, float("nan")], "finite"),
+        ([1.0, 0.5, float("inf")], "finite"),
+        ([0.0, 0.0, 0.0], "one above 0"),
+        ([], "has 0 weights"),
+    ],
+    ids=str,
+)
+def test_pass_weights_must_be_one_a_pass(tmp_path, weights, match):
+    with pytest.raises(ValueError, match=match):
+        CoDraftGRPOConfig(**settings(tmp_path, ttt_pass_weights=weights))
+    CoDraftGRPOConfig(**settings(tmp_path, ttt_pass_weights=[1.0, 0.5], num_speculative_tokens=2))
 
 
-def test_unknown_schedule_is_named(tmp_path):
-    with pytest.raises(ValueError, match="sometimes"):
-        codraft(tmp_path, draft_lr_scheduler_type="sometimes")
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        (dict(draft_lr_scheduler_type="sometimes"), "draft_lr_scheduler_type cannot be 'sometimes'"),
+        (dict(draft_lr_scheduler_type="greedy"), "'greedy', since it follows a metric"),
+        (dict(draft_lr_scheduler_type="reduce_lr_on_plateau"), "since it follows a metric"),
+        (dict(draft_lr_scheduler_type="cosine_with_min_lr"), "draft_lr_scheduler_kwargs.*min_lr"),
+        (dict(draft_lr_scheduler_type="warmup_stable_decay"), "draft_lr_scheduler_kwargs.*num_decay_steps"),
+        (dict(draft_lr_scheduler_type="cosine", draft_lr_scheduler_kwargs={"lr_end": 0.0}), "kwargs.*lr_end"),
+        (dict(draft_lr_scheduler_type="polynomial", draft_lr_scheduler_kwargs={"lr_end": 1.0}), "kwargs.*lr_end"),
+        (dict(draft_lr_scheduler_kwargs={"power": 2.0}), "draft_lr_scheduler_kwargs must be empty"),
+        (
+            dict(draft_lr_scheduler_type="linear", draft_lr_warmup_steps=12),
+            r"draft_lr_warmup_steps \(12\) must be below",
+        ),
+        (
+            dict(draft_lr_scheduler_type="linear", draft_lr_warmup_steps=8, draft_update_every=2),
+            r"draft_lr_warmup_steps \(8\) must be below the number of steps of the draft \(8\)",
+        ),
+    ],
+    ids=str,
+)
+def test_schedule_that_cannot_be_is_refused(tmp_path, changes, match):
+    with pytest.raises(ValueError, match=match):
+        CoDraftGRPOConfig(**settings(tmp_path, **changes))
 
 
 # With and without a draft

@@ -17,7 +17,7 @@ from hf_codraft.hub.history import last_complete_checkpoint
 
 CASES = {
     "plain": {},
-    "schedule": dict(draft_lr_scheduler_type="linear", draft_warmup_steps=1, draft_weight_decay=0.1),
+    "schedule": dict(draft_lr_scheduler_type="linear", draft_lr_warmup_steps=1, draft_weight_decay=0.1),
     "accumulation": dict(gradient_accumulation_steps=2, per_device_train_batch_size=2),
     "every second step": dict(draft_update_every=2),
     "reduced vocabulary": dict(draft_vocab_size=64, draft_warmup_rollouts=8),
