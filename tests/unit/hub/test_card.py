@@ -1,14 +1,12 @@
 """What a draft's card says, and how it goes up: huggingface_hub's own client against a Hub of this process."""
 
 import json
-import threading
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import yaml
 from ranks import tiny_draft
+from tiny_hub import files_of, hub
 
 from hf_codraft.hub.checkpoint import load_draft, push_draft, save_draft
 
@@ -57,59 +55,6 @@ def test_the_number_of_drafted_tokens_is_kept(tmp_path, layout):
     assert (back.num_speculative_tokens, back.base_model_name_or_path) == (5, "a/b")
 
 
-class Hub(BaseHTTPRequestHandler):
-    """As much of the Hub's API as an upload asks for; `server` holds what came and the answer about the card."""
-
-    def do_POST(self):
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.requests.append((self.path, self.headers["Authorization"], body))
-        answer, status = {}, 200
-        if self.path == "/api/repos/create":
-            answer = {"url": f"{self.server.address}/me/draft"}
-        elif self.path == "/api/validate-yaml":
-            answer = {"errors": self.server.errors, "warnings": []}
-            status = 400 if self.server.errors else 200
-        elif "/preupload/" in self.path:
-            answer = {
-                "files": [
-                    file | {"uploadMode": "regular", "shouldIgnore": False} for file in json.loads(body)["files"]
-                ]
-            }
-        elif "/commit/" in self.path:
-            answer = {"commitUrl": f"{self.server.address}/me/draft/commit/1", "commitOid": "1" * 40, "success": True}
-        payload = json.dumps(answer).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(payload)))
-        self.end_headers()
-        self.wfile.write(payload)
-
-    def do_GET(self):
-        payload = json.dumps({"id": "me/draft", "sha": "1" * 40, "siblings": []}).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(payload)))
-        self.end_headers()
-        self.wfile.write(payload)
-
-    def log_message(self, *args):
-        pass
-
-
-@contextmanager
-def hub(monkeypatch, *, errors=()):
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    server.requests, server.errors, server.address = [], list(errors), f"http://127.0.0.1:{server.server_port}"
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.address)
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-
-
 def test_a_push_carries_the_token_and_makes_a_private_repository(tmp_path, monkeypatch):
     save_draft(tiny_draft(exact=False), tmp_path / "draft", base_model="", training_state={"learner": {}})
     with hub(monkeypatch) as server:
@@ -118,9 +63,9 @@ def test_a_push_carries_the_token_and_makes_a_private_repository(tmp_path, monke
     assert {token for _, token, _ in server.requests} == {"Bearer hf_mine"}
     created = json.loads(next(body for path, _, body in server.requests if path == "/api/repos/create"))
     assert created["visibility"] == "private"
-    commit = next(body for path, _, body in server.requests if "/commit/" in path)
-    paths = [json.loads(line)["value"].get("path") for line in commit.splitlines()]
-    assert sorted(filter(None, paths)) == ["README.md", "config.json", "model.safetensors"]
+    files = files_of(next(request for request in server.requests if "/commit/" in request[0]))
+    assert sorted(files) == ["README.md", "config.json", "model.safetensors"]
+    assert files["model.safetensors"] == (tmp_path / "draft" / "model.safetensors").read_bytes()
 
 
 def test_a_card_that_the_hub_refuses_is_the_documented_error(tmp_path, monkeypatch):

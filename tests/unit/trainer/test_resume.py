@@ -9,6 +9,7 @@ import tiny
 import torch
 from fixed_rollouts import codraft, logged, same, weights
 from safetensors.torch import load_file
+from tiny_hub import files_of, hub
 from transformers import Trainer
 
 from hf_codraft import load_draft
@@ -277,6 +278,23 @@ def test_push_of_a_draft_uses_the_runs_token_and_privacy(tmp_path, monkeypatch):
         {"private": True, "token": "hf_mine"}, {"private": False, "token": "hf_other"},
     ]  # fmt: skip
     assert '"num_speculative_tokens": 5' in (folder / "README.md").read_text()
+
+
+def test_every_push_of_a_run_is_policy_and_draft_of_one_step(tmp_path, monkeypatch):
+    with hub(monkeypatch) as server:
+        trainer = codraft(
+            tmp_path, max_steps=2, save_strategy="steps", save_steps=1, push_to_hub=True, hub_model_id="me/policy",
+            hub_token="hf_mine", hub_always_push=True,
+        )  # fmt: skip
+        trainer.train()
+        trainer.push_to_hub()
+    commits = [files_of(request) for request in server.requests if "/commit/" in request[0]]
+    commits = [files for files in commits if "model.safetensors" in files]
+    assert len(commits) == 3  # of both steps and at the end
+    for files, step in zip(commits, (1, 2, 2), strict=True):
+        for name in ("model.safetensors", "draft/model.safetensors"):
+            assert files[name] == (tmp_path / f"checkpoint-{step}" / name).read_bytes()
+        assert not any(name.startswith(("_", "checkpoint")) for name in files)
 
 
 def test_draft_of_a_finished_run_starts_another(tmp_path):
