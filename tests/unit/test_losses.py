@@ -255,3 +255,43 @@ def test_bf16_error_is_at_most_twice_that_of_the_plain_loss(loss_type):
     for ours_error, plain_error in zip(errors[0][1:], errors[1][1:], strict=True):
         assert plain_error > 0
         assert ours_error <= 2 * plain_error
+
+
+@loss_types
+def test_gradients_are_finite_where_nothing_is_accepted(loss_type):
+    arguments = problem(hidden=VOCAB)
+    arguments["head_VH"] = torch.eye(VOCAB, dtype=torch.float64).requires_grad_()
+    apart = 2000 * torch.eye(VOCAB, dtype=torch.float64)
+    arguments["hidden_KAH"] = apart[0].expand(PASSES, ANCHORS, -1).clone().requires_grad_()
+    arguments["teacher"] = Teacher(apart[1].expand(ANCHORS + PASSES, -1), torch.eye(VOCAB, dtype=torch.float64))
+    got, want = (draft_loss(**arguments, loss_type=loss_type, chunk_size=chunk) for chunk in (5, None))
+    assert got.accept_sum_K.tolist() == [0.0] * PASSES
+    assert_same(got, want, arguments)
+
+
+@loss_types
+def test_autocast_costs_the_chunked_loss_no_more_than_the_dense_one(loss_type):
+    exact = problem(anchors=64, vocab=101, hidden=32)
+    narrow = dict(exact)
+    for name in ("hidden_KAH", "head_VH"):
+        narrow[name] = exact[name].detach().float().requires_grad_()
+    narrow["teacher"] = Teacher(exact["teacher"].hidden_TH.float(), exact["teacher"].weight_VH.float())
+    wanted = gradients(draft_loss(**exact, loss_type=loss_type, chunk_size=None), exact)
+    errors = []
+    for chunk_size in (7, None):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = draft_loss(**narrow, loss_type=loss_type, chunk_size=chunk_size)
+        got = gradients(loss, narrow)
+        errors.append([((g - w).norm() / w.norm()).item() for g, w in zip(got, wanted, strict=True)])
+    for ours, dense in zip(*errors, strict=True):
+        assert 0 < ours <= 2 * dense
+
+
+def test_the_heads_gradient_is_added_in_place():
+    arguments = problem()
+    want = gradients(draft_loss(**arguments, chunk_size=5), arguments)[1] / 1.7
+    into = torch.ones_like(want)
+    loss = draft_loss(**arguments | {"head_VH": arguments["head_VH"].detach()}, chunk_size=5, into_VH=into)
+    torch.testing.assert_close(into, 1 + want, rtol=1e-12, atol=1e-12)
+    loss.loss.backward()
+    torch.testing.assert_close(into, 1 + want, rtol=1e-12, atol=1e-12)

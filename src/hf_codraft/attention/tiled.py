@@ -132,34 +132,42 @@ def _add_gradients_(
             total.add_(gradient)
 
 
+def _run(
+    passes: TiledPasses, parameters: Sequence[torch.Tensor], sums: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss and statistics of all tiles, one after another; adds the parameters' gradients to the sums."""
+    token_tiles, is_differentiated = passes.tiles(passes.shard.num_tokens) or [slice(0, 0)], bool(parameters)
+    with _no_autocast_cache():
+        trunk = _open_trunk(passes, token_tiles, is_differentiated=is_differentiated)
+        queries, tie, dtype = trunk.queries(passes.rows), trunk.tie, trunk.k_TMD.dtype
+        inputs = [*parameters, *([] if tie is None else [tie])]
+        loss_sum, statistics = torch.zeros((), dtype=torch.float32, device=trunk.k_TMD.device), None
+        for tile in passes.tiles(len(passes.rows), max(_rounds(passes, trunk), 1)):
+            with torch.set_grad_enabled(is_differentiated):
+                loss, stats = passes.tile_loss(trunk, queries.part(tile.start, tile.stop), tile)
+                _add_gradients_(sums, inputs, [loss], [None])
+            loss_sum = loss_sum + loss.detach()  # a bf16 loss is summed in fp32, an fp64 one in fp64
+            statistics = stats if statistics is None else statistics + stats
+            del loss, stats
+        if is_differentiated:
+            # collective: no rank leaves it out, whatever learns on it
+            grad_k, grad_v = (x.to(dtype) for x in trunk.take_gradients())
+        del trunk, queries
+        for tile in [] if tie is None else token_tiles:
+            with torch.enable_grad():
+                _add_gradients_(sums, parameters, passes.project(tile), [grad_k[tile], grad_v[tile]])
+    assert statistics is not None
+    return loss_sum, statistics
+
+
 class _TiledLoss(torch.autograd.Function):
     """One node of the graph, whose inputs are the parameters: DDP's and FSDP's hooks see an ordinary backward."""
 
     @staticmethod
     def forward(ctx: Any, passes: TiledPasses, *parameters: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        token_tiles, is_differentiated = passes.tiles(passes.shard.num_tokens) or [slice(0, 0)], bool(parameters)
         sums = [stat_zeros(parameter) for parameter in parameters]  # bf16 would lose all but the first few tiles
-        with _no_autocast_cache():
-            trunk = _open_trunk(passes, token_tiles, is_differentiated=is_differentiated)
-            queries, tie, dtype = trunk.queries(passes.rows), trunk.tie, trunk.k_TMD.dtype
-            inputs = [*parameters, *([] if tie is None else [tie])]
-            loss_sum, statistics = torch.zeros((), dtype=torch.float32, device=trunk.k_TMD.device), None
-            for tile in passes.tiles(len(passes.rows), max(_rounds(passes, trunk), 1)):
-                with torch.set_grad_enabled(is_differentiated):
-                    loss, stats = passes.tile_loss(trunk, queries.part(tile.start, tile.stop), tile)
-                    _add_gradients_(sums, inputs, [loss], [None])
-                loss_sum = loss_sum + loss.detach()  # a bf16 loss is summed in fp32, an fp64 one in fp64
-                statistics = stats if statistics is None else statistics + stats
-                del loss, stats
-            if is_differentiated:
-                # collective: no rank leaves it out, whatever learns on it
-                grad_k, grad_v = (x.to(dtype) for x in trunk.take_gradients())
-            del trunk, queries
-            for tile in [] if tie is None else token_tiles:
-                with torch.enable_grad():
-                    _add_gradients_(sums, parameters, passes.project(tile), [grad_k[tile], grad_v[tile]])
+        loss_sum, statistics = _run(passes, parameters, sums)
         ctx.save_for_backward(*[total.to(p.dtype) for total, p in zip(sums, parameters, strict=True)])
-        assert statistics is not None
         ctx.mark_non_differentiable(statistics)
         return loss_sum, statistics
 
@@ -168,7 +176,9 @@ class _TiledLoss(torch.autograd.Function):
         return None, *(saved * grad for saved in ctx.saved_tensors)
 
 
-def tiled_loss(passes: TiledPasses, parameters: Sequence[nn.Parameter]) -> tuple[torch.Tensor, torch.Tensor]:
+def tiled_loss(
+    passes: TiledPasses, parameters: Sequence[nn.Parameter], *, accumulates: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss and statistics summed over all tiles; the gradient of the loss is ready when this returns. Collective.
 
     Where no parameter asks for a gradient or grad mode is off, only the forward runs, and no gradient travels. Both must
@@ -178,6 +188,8 @@ def tiled_loss(passes: TiledPasses, parameters: Sequence[nn.Parameter]) -> tuple
         passes ([`TiledPasses`]): what to run.
         parameters (`Sequence[nn.Parameter]`): everything that the loss depends on and that asks for a gradient; whole
             tensors; frozen ones are left out. Their gradients are summed over the tiles in fp32 (fp64 for fp64).
+        accumulates (`bool`): add the gradients to the parameters' `.grad`, which must be there, tile by tile and without a
+            copy of them; the loss then has no graph.
 
     Raises:
         ValueError: a parameter is sharded (FSDP2 below the module whose forward calls this).
@@ -191,4 +203,7 @@ def tiled_loss(passes: TiledPasses, parameters: Sequence[nn.Parameter]) -> tuple
             "(chunk_size=None)."
         )
     learning = [parameter for parameter in parameters if parameter.requires_grad] if torch.is_grad_enabled() else []
+    if accumulates:
+        with torch.no_grad():
+            return _run(passes, learning, [p.grad for p in learning if p.grad is not None])
     return _TiledLoss.apply(passes, *learning)

@@ -407,6 +407,7 @@ class Eagle3Draft(PreTrainedModel):
         chunk_size: int | None = 512,
         max_kept_bytes: int | None = None,
         kernel: str = "aten",
+        accumulates: bool = False,
     ) -> DraftLoss:
         """Loss of the training-time test over every supervised position of a batch (see [`losses.draft_loss`]).
 
@@ -427,7 +428,11 @@ class Eagle3Draft(PreTrainedModel):
             max_kept_bytes (`int`, *optional*): bytes that a rank may spend on other ranks' keys and their gradients; what
                 does not fit comes anew in every pass (see [`Trunk`]). All is kept by default.
             kernel (`str`): of the attention, see `attention.kernels`.
+            accumulates (`bool`): add the gradient to the parameters' `.grad`, which must be there, in place and without
+                copies of it; the loss that is returned has no graph.
         """
+        head = self.lm_head.weight
+        into_VH = head.grad if accumulates and chunk_size is not None and head.requires_grad else None
         ahead = _Ahead.of(batch, num_passes)
         mask_KT = ahead.mask_KT
         anchors_A = mask_KT[0].nonzero()[:, 0]
@@ -453,7 +458,7 @@ class Eagle3Draft(PreTrainedModel):
                 token_ids_KA = torch.searchsorted(kept_ids, token_ids_KA).clamp(max=len(kept_ids) - 1)
             return draft_loss(
                 hidden_KAH,
-                self.lm_head.weight,
+                head if into_VH is None else head.detach(),
                 teacher=teacher,
                 index_KA=ahead.rows_KT[1 : num_passes + 1, rows_A].clamp(min=0),
                 token_ids_KA=token_ids_KA,
@@ -461,6 +466,7 @@ class Eagle3Draft(PreTrainedModel):
                 loss_type=loss_type,
                 pass_weights=pass_weights,
                 chunk_size=chunk_size,
+                into_VH=into_VH,
             )
 
         # a rank's own number of anchors may decide only where no other rank waits for this one's gradients
@@ -470,6 +476,9 @@ class Eagle3Draft(PreTrainedModel):
             )
             loss = loss_at(anchors_A, hidden_KAH)
             total, loss_sum_K, accept_sum_K = loss.loss, loss.loss_sum_K, loss.accept_sum_K
+            if accumulates:
+                total.backward()
+                total = total.detach()
         else:
             attention = self.midlayer.self_attn
 
@@ -488,7 +497,7 @@ class Eagle3Draft(PreTrainedModel):
                 project, tile_loss, batch.shard, anchors_A, tile_size=chunk_size, scale=attention.head_dim**-0.5,
                 max_kept_bytes=max_kept_bytes, kernel=kernel,
             )  # fmt: skip
-            total, (loss_sum_K, accept_sum_K) = tiled_loss(passes, list(self.parameters()))
+            total, (loss_sum_K, accept_sum_K) = tiled_loss(passes, list(self.parameters()), accumulates=accumulates)
         return DraftLoss(
             total, loss_sum_K, accept_sum_K, mask_KT.sum(1), num_covered=num_covered, num_supervised=num_supervised
         )

@@ -211,6 +211,7 @@ class DraftLearner:
         self.lr_scheduler: LambdaLR | None = None
         if self.scheduler_steps is not None or self.scheduler in ENDLESS_SCHEDULES:
             self.schedule(self.scheduler_steps)
+        self._flat: torch.Tensor | None = None
         self._clear_sums()
 
     @contextmanager
@@ -285,6 +286,7 @@ class DraftLearner:
         """Adds the loss sum of one piece of the batch and its gradient; no rank waits for another here."""
         if self.has_stopped:
             return
+        self._flat_gradient()
         with self.autocast():
             loss = self.draft.compute_loss(
                 batch,
@@ -294,8 +296,8 @@ class DraftLearner:
                 loss_type=self._loss_type,
                 pass_weights=self.pass_weights,
                 chunk_size=self.chunk_size,
+                accumulates=True,
             )
-        loss.loss.backward()
         self._sums += torch.stack([loss.loss_sum_K, loss.accept_sum_K, loss.count_K]).to(self._sums)
         assert loss.num_covered is not None and loss.num_supervised is not None
         self._covered += torch.stack([loss.num_covered, loss.num_supervised])
@@ -328,9 +330,10 @@ class DraftLearner:
         loss_sum_K, accept_sum_K, count_K = self._sums
         covered = self._covered
         self._clear_sums()
-        self.optimizer.zero_grad(set_to_none=True)
         if flat is None:
             assert failure is not None
+            if self._flat is not None:
+                self._flat.zero_()
             raise failure
         weights_K = torch.tensor(self.pass_weights or (1.0,) * self.num_passes).to(count_K)
         weight = (weights_K * count_K).sum()
@@ -348,11 +351,10 @@ class DraftLearner:
         elif not is_empty:
             if self.max_grad_norm and grad_norm > self.max_grad_norm:
                 flat.mul_(self.max_grad_norm / grad_norm)
-            self._scatter_gradients(flat)
             self._scaled_step()
-            self.optimizer.zero_grad(set_to_none=True)
             self.num_steps += 1
             self.num_skipped_in_a_row = 0
+        flat.zero_()
         with warnings.catch_warnings():  # torch's own, where the very first step was skipped
             warnings.filterwarnings("ignore", message=".*lr_scheduler.step\\(\\)")
             self.lr_scheduler.step()  # whatever became of the step: the schedule ends where the policy's run does
@@ -420,7 +422,14 @@ class DraftLearner:
             warnings.warn(message, stacklevel=3)
 
     def _flat_gradient(self) -> torch.Tensor:
-        return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in self.parameters])
+        """One buffer, of which every parameter's gradient is a part."""
+        if self._flat is None:
+            first, sizes = self.parameters[0], [p.numel() for p in self.parameters]
+            flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+            for parameter, part in zip(self.parameters, flat.split(sizes), strict=True):
+                parameter.grad = part.view_as(parameter)
+            self._flat = flat
+        return self._flat
 
     def sum_over_ranks(self, *tensors: torch.Tensor) -> None:
         """Adds tensors up over the learner's groups, in place."""
@@ -431,10 +440,6 @@ class DraftLearner:
         for group in groups:
             for tensor in tensors:
                 dist.all_reduce(tensor, group=group)
-
-    def _scatter_gradients(self, flat: torch.Tensor) -> None:
-        for parameter, part in zip(self.parameters, flat.split([p.numel() for p in self.parameters]), strict=True):
-            parameter.grad = part.view_as(parameter)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything but the draft's weights that a bit-exact resume needs."""

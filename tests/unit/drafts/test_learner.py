@@ -4,14 +4,21 @@ import copy
 import io
 import math
 import warnings
+import weakref
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 from ranks import tiny_batch, tiny_draft, tiny_weights
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import SchedulerType, get_scheduler
 
+from hf_codraft.drafts.eagle3 import Eagle3Draft, Eagle3DraftConfig
 from hf_codraft.drafts.learner import SCHEDULES_BY_METRIC, TV_FROM, DraftLearner, rate_factor
+from hf_codraft.losses import VOCAB_BLOCK
+from hf_codraft.taps.packed import PolicyWeights
 
 ROWS = [(5, 9), (1, 1), (3, 0), (2, 8, 3, 5), (7, 12), (1, 6), (2, 3), (4, 11)]
 SPLITS = {"one": [8], "two uneven": [3, 5], "four uneven": [1, 2, 1, 4], "a piece that supervises nothing": [1, 2, 5]}
@@ -237,7 +244,7 @@ def test_a_step_that_fails_leaves_nothing_of_its_gradient(monkeypatch):
         raise torch.OutOfMemoryError("no room")
 
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError, match="no room"):
-        patch.setattr(torch, "cat", full)
+        patch.setattr(learner, "_flat_gradient", full)
         learner.step()
     assert train(learner, pieces_of([8])) == train(other, pieces_of([8]))
     assert (learner.num_steps, learner.num_skipped) == (1, 0)
@@ -357,3 +364,56 @@ def test_warm_start_is_kl_whatever_is_accepted():
     learner.acceptance = 0.9
     train(learner, pieces_of([8]))
     assert seen == ["kl", "tv"]
+
+
+class LiveBytes(TorchDispatchMode):
+    """The most bytes of storages that were alive at one time, beside those of the tensors that it is given."""
+
+    def __init__(self, resident):
+        super().__init__()
+        self.resident = {tensor.untyped_storage()._cdata for tensor in resident}
+        self.sizes, self.num_bytes, self.peak = {}, 0, 0
+
+    def forget(self, key):
+        self.num_bytes -= self.sizes.pop(key, 0)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.resident | self.sizes.keys():
+                    self.sizes[storage._cdata] = storage.nbytes()
+                    self.num_bytes += storage.nbytes()
+                    self.peak = max(self.peak, self.num_bytes)
+                    weakref.finalize(storage, self.forget, storage._cdata)
+        return result
+
+
+@pytest.mark.parametrize("loss_type", ["kl", "tv", "lk"])
+@pytest.mark.parametrize(
+    "autocast", [nullcontext, lambda: torch.autocast("cpu", torch.bfloat16)], ids=["fp32", "bf16"]
+)
+def test_step_needs_a_tenth_more_than_weights_gradient_and_moments(autocast, loss_type):
+    # the head outweighs a block of ids and a chunk's logits, as 128k ids at hidden size 4096 do with chunks of 512
+    vocab, hidden, chunk = 8 * VOCAB_BLOCK, 128, 8
+    config = dict(
+        vocab_size=vocab, hidden_size=hidden, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, eagle_aux_hidden_state_layer_ids=[1, 2, 4], max_position_embeddings=128,
+    )  # fmt: skip
+    draft = Eagle3Draft(Eagle3DraftConfig(**config))
+    embedding, head = torch.randn(2, vocab, hidden)
+    batch = tiny_batch([(2, 30)], dtype=torch.float32)
+    taps, states = torch.randn(32, 3 * hidden), torch.randn(32, hidden)
+    batch = replace(batch, taps_TX=taps, hidden_TH=states)
+    learner = learner_of(draft, loss_type=loss_type, chunk_size=chunk, autocast=autocast)
+    policy = PolicyWeights(embedding, head)
+    learner.accumulate(batch, policy)
+    learner.step()  # gradient and moments are there from now on
+    moments = [x for state in learner.optimizer.state.values() for x in state.values()]
+    weights = list(draft.parameters())
+    with LiveBytes([*weights, *draft.buffers(), *(p.grad for p in weights), *moments, embedding, head]) as live:
+        learner.accumulate(batch, policy)
+        learner.step()
+    needed = 4 * sum(weight.nbytes for weight in weights)
+    assert needed / 1000 < live.peak <= needed / 10
