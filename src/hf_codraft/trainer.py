@@ -49,7 +49,6 @@ from hf_codraft.hub.resolve import FAMILIES, resolve_draft
 from hf_codraft.policy.anatomy import PolicyAnatomy, unwrap_peft
 from hf_codraft.policy.packing import pack_completions
 from hf_codraft.taps.packed import PolicyWeights
-from hf_codraft.taps.recorder import TapRecorder, TapSpec
 from hf_codraft.warmup import warm_up
 
 CHECK_EVERY = 50  # optimizer steps between two comparisons of the ranks' drafts
@@ -177,8 +176,7 @@ class CoDraftGRPOTrainer(GRPOTrainer):
                 self.draft = resolve_draft(self._draft_source, self.anatomy, self.args)
         self.draft = self.draft.to(self.accelerator.device, torch.float32)
         share(self.draft)  # with fsdp_cpu_ram_efficient_loading only rank 0 has the policy's weights by now
-        spec = TapSpec(self.draft.tap_ids, self.anatomy.num_layers)
-        self._recorder = TapRecorder(self.anatomy.decoder.layers, self.anatomy.decoder.norm, spec)
+        self._recorder = self.anatomy.recorder(self.draft.tap_ids)
         return self.draft
 
     def make_learner(self, draft: Eagle3Draft, *, opening: Callable[[int], float]) -> DraftLearner:

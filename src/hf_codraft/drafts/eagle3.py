@@ -96,22 +96,51 @@ class Eagle3DraftConfig(LlamaConfig):
             )
         if self.attention_bias or self.mlp_bias:
             raise ValueError("attention_bias and mlp_bias of an EAGLE-3 draft must be false; it has no bias weights.")
+        if getattr(self, "use_sliding_window", None) is False:
+            self.sliding_window = None  # Qwen's way of writing full attention
         if getattr(self, "sliding_window", None) is not None:
             raise ValueError(
                 f"sliding_window ({self.sliding_window}) of an EAGLE-3 draft is not supported; its attention is trained full."
             )
+        self._check_rotary_width()
         if not self.has_own_embeddings and self.target_hidden_size != self.hidden_size:
             raise ValueError(
                 f"a draft of hidden size {self.hidden_size} cannot use the embeddings of a policy of hidden size "
                 f"{self.target_hidden_size}; give it its own (has_own_embeddings) or make the sizes equal."
             )
 
+    @property
+    def rotary_dim(self) -> int:
+        """Leading dimensions of every head that RoPE turns; the others pass unturned (`partial_rotary_factor`)."""
+        return int(self.head_dim * self.rope_parameters.get("partial_rotary_factor", 1.0))
+
+    def _check_rotary_width(self) -> None:
+        if not 0 < self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
+            raise ValueError(
+                f"partial_rotary_factor ({self.rope_parameters.get('partial_rotary_factor', 1.0)}) of head_dim ({self.head_dim}) "
+                f"must give an even number of 2..{self.head_dim} dimensions, not {self.rotary_dim}."
+            )
+        for name in ("short_factor", "long_factor"):
+            factors = self.rope_parameters.get(name)
+            if factors is not None and len(factors) != self.rotary_dim // 2:
+                raise ValueError(
+                    f"rope_parameters[{name!r}] must hold half as many numbers as RoPE turns dimensions ({self.rotary_dim} of "
+                    f"head_dim {self.head_dim}), got {len(factors)}; set partial_rotary_factor or correct the list."
+                )
+
 
 class _RotaryEmbedding(LlamaRotaryEmbedding):
     """transformers' rotary embedding whose inverse frequencies stay fp32 when the draft is cast to bf16.
 
+    Its type "default" knows `partial_rotary_factor` too, as all others do and as vLLM reads it.
+
     `from_pretrained` finds by the name "RotaryEmbedding" what it must compute anew; no checkpoint holds these buffers.
     """
+
+    @staticmethod
+    def compute_default_rope_parameters(config: Eagle3DraftConfig, device=None, **kwargs) -> tuple[torch.Tensor, float]:
+        dim, theta = config.rotary_dim, config.rope_parameters["rope_theta"]
+        return (1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float) / dim)).to(device), 1.0
 
     def _apply(self, fn, recurse=True):
         inv_freq, original = self.inv_freq, self.original_inv_freq
@@ -140,15 +169,19 @@ class _Attention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim))
 
     def query(self, x_AC: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        q = self._heads(self.q_proj(x_AC))
-        # under autocast the rotary factors have the state's dtype, which may differ from pass to pass
-        return apply_rotary_pos_emb(q, q[:, :1], *rotary)[0].to(q.dtype)
+        return self._turn(self._heads(self.q_proj(x_AC)), rotary)
 
     def key_value(
         self, x_TC: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         k, v = self._heads(self.k_proj(x_TC)), self._heads(self.v_proj(x_TC))
-        return apply_rotary_pos_emb(k[:, :1], k, *rotary)[1].to(k.dtype), v
+        return self._turn(k, rotary), v
+
+    def _turn(self, x_TND: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        width = rotary[0].shape[-1]
+        turned = apply_rotary_pos_emb(x_TND[..., :width], x_TND[:, :1, :width], *rotary)[0]
+        # under autocast the rotary factors have the state's dtype, which may differ from pass to pass
+        return torch.cat([turned.to(x_TND.dtype), x_TND[..., width:]], -1) if width < self.head_dim else turned.to(x_TND.dtype)
 
 
 class _Layer(nn.Module):

@@ -4,12 +4,15 @@ import warnings
 from pathlib import Path
 from typing import Protocol
 
+from transformers import PreTrainedConfig
+
 from hf_codraft.drafts.eagle3 import Eagle3Draft, Eagle3DraftConfig, default_tap_ids
 from hf_codraft.hub.checkpoint import check_finite, differs_from_base, load_draft
 from hf_codraft.policy.anatomy import PolicyAnatomy
 from hf_codraft.taps.recorder import TapSpec
 
 FAMILIES = ("eagle3",)
+DEFAULT_POSITIONS = 32768  # of a policy that knows no limit
 
 
 class DraftOptions(Protocol):
@@ -25,8 +28,10 @@ def resolve_draft(source: "str | Path | Eagle3Draft", anatomy: PolicyAnatomy, op
     """Makes, loads or takes over a draft and checks it against the policy.
 
     Raises:
-        ValueError: if it does not fit the policy, or a fresh reduced draft has no rollouts to choose its vocabulary from.
+        ValueError: if it does not fit the policy, the policy is not one to train a draft on, or a fresh reduced draft has no
+            rollouts to choose its vocabulary from.
     """
+    anatomy.check()
     if isinstance(source, Eagle3Draft):
         draft = source
     elif source in FAMILIES:
@@ -68,7 +73,7 @@ def _check_state(
 
 def fresh_eagle3(anatomy: PolicyAnatomy, options: DraftOptions) -> Eagle3Draft:
     """An EAGLE-3 draft shaped like the policy's layers, started from its last one."""
-    config = anatomy.model.config.get_text_config()
+    config = anatomy.layer_config
     vocab_size = anatomy.model.get_input_embeddings().weight.shape[0]
     tap_ids = tuple(options.draft_tap_layers or default_tap_ids(anatomy.num_layers))
     _check_tap_ids(tap_ids, anatomy.num_layers)
@@ -82,18 +87,20 @@ def fresh_eagle3(anatomy: PolicyAnatomy, options: DraftOptions) -> Eagle3Draft:
             "chosen from the policy's own rollouts: set draft_warmup_rollouts (a few hundred), pass a draft that exists, or "
             "leave draft_vocab_size out."
         )
+    num_heads = config.num_attention_heads
+    norm = anatomy.final_norm
     draft = Eagle3Draft(
         Eagle3DraftConfig(
             vocab_size=vocab_size,
             draft_vocab_size=options.draft_vocab_size or vocab_size,
             hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
+            intermediate_size=_mlp_width(config),
             num_hidden_layers=1,
-            num_attention_heads=config.num_attention_heads,
-            num_key_value_heads=config.num_key_value_heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-            max_position_embeddings=config.max_position_embeddings,
-            rms_norm_eps=config.rms_norm_eps,
+            num_attention_heads=num_heads,
+            num_key_value_heads=getattr(config, "num_key_value_heads", None) or num_heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // num_heads,
+            max_position_embeddings=_max_positions(config),
+            rms_norm_eps=norm.eps,
             rope_parameters=_rope_parameters(config),
             eagle_aux_hidden_state_layer_ids=list(tap_ids),
             bos_token_id=config.bos_token_id,
@@ -101,12 +108,14 @@ def fresh_eagle3(anatomy: PolicyAnatomy, options: DraftOptions) -> Eagle3Draft:
             pad_token_id=config.pad_token_id,
         )
     ).float()
-    left = draft.init_from_policy(anatomy.last_layer_weights(), anatomy.decoder.norm.weight)
+    left = draft.init_from_policy(anatomy.last_layer_weights(), norm.weight_H)
+    if not norm.is_rms:
+        left.append(f"norm (the policy's {type(anatomy.norm).__name__} is more than an RMSNorm: its factor alone is taken)")
     if left:
         warnings.warn(
-            f"the fresh draft starts from the policy's last layer, but the policy has nothing of the right shape for {left} "
-            "(experts, quantized or otherwise named weights): they start at their initial values, and the draft needs a longer "
-            "warm start.",
+            f"the fresh draft starts from the policy's last layer, but {type(anatomy.model).__name__} has nothing of the right "
+            f"shape for {left} (experts, other attention, otherwise named weights): they start at their initial values, and the "
+            "draft needs a longer warm start.",
             stacklevel=5,
         )
     if not draft.has_reduced_vocab:
@@ -123,11 +132,39 @@ def _check_tap_ids(tap_ids: tuple[int, ...], num_layers: int) -> None:
         )
 
 
-def _rope_parameters(config) -> dict:
-    rope = dict(config.rope_parameters)
-    rope = dict(rope.get("full_attention", rope))  # models that give each kind of layer its own
-    rope.pop("partial_rotary_factor", None)  # the draft rotates whole heads
-    return rope
+def _mlp_width(config: PreTrainedConfig) -> int:
+    width = getattr(config, "intermediate_size", None)
+    return width if isinstance(width, int) else 4 * config.hidden_size  # experts alone, or a width for every layer
+
+
+def _max_positions(config: PreTrainedConfig) -> int:
+    return getattr(config, "max_position_embeddings", None) or DEFAULT_POSITIONS
+
+
+# Types that Llama's draft and the engine read alike, with the names that belong to them.
+_ROPE_NAMES = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": (
+        "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale", "mscale_all_dim",
+        "attention_factor", "truncate",
+    ),
+    "longrope": ("factor", "original_max_position_embeddings", "short_factor", "long_factor", "attention_factor"),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+}  # fmt: skip
+
+
+def _rope_parameters(config: PreTrainedConfig) -> dict:
+    """The policy's RoPE, as far as a draft of Llama's kind has it too; its angles alone where its type is another."""
+    rope = dict(getattr(config, "rope_parameters", None) or {})
+    rope = dict(rope.get("full_attention") or rope)  # models that give each kind of layer its own
+    kind = rope.get("rope_type", "default")
+    kept = {"rope_theta": rope.get("rope_theta") or Eagle3DraftConfig.default_theta}
+    if kind in _ROPE_NAMES:
+        names = (*_ROPE_NAMES[kind], "partial_rotary_factor")
+        return {"rope_type": kind, **kept, **{name: rope[name] for name in names if rope.get(name) is not None}}
+    return {"rope_type": "default", **kept}
 
 
 def check_fit(draft: Eagle3Draft, anatomy: PolicyAnatomy) -> None:
@@ -136,7 +173,7 @@ def check_fit(draft: Eagle3Draft, anatomy: PolicyAnatomy) -> None:
     Raises:
         ValueError: where hidden size, vocabulary or tap ids do not fit, naming both numbers.
     """
-    config, policy = draft.config, anatomy.model.config.get_text_config()
+    config, policy = draft.config, anatomy.layer_config
     vocab_size = anatomy.model.get_input_embeddings().weight.shape[0]
     if config.target_hidden_size != policy.hidden_size:
         raise ValueError(
@@ -157,10 +194,19 @@ def check_fit(draft: Eagle3Draft, anatomy: PolicyAnatomy) -> None:
             f"{config.eagle_aux_hidden_state_layer_ids}."
         )
     _check_tap_ids(tuple(config.eagle_aux_hidden_state_layer_ids), anatomy.num_layers)
-    if config.max_position_embeddings < policy.max_position_embeddings:
+    longest = getattr(policy, "max_position_embeddings", None) or 0
+    if config.max_position_embeddings < longest:
         warnings.warn(
             f"the draft's max_position_embeddings is raised from {config.max_position_embeddings} to the policy's "
-            f"{policy.max_position_embeddings}; below it, positions would be clamped and nothing accepted past it.",
+            f"{longest}; below it, positions would be clamped and nothing accepted past it.",
             stacklevel=5,
         )
-        config.max_position_embeddings = policy.max_position_embeddings
+        config.max_position_embeddings = longest
+    theta, policys = config.rope_parameters["rope_theta"], _rope_parameters(policy)["rope_theta"]
+    if theta != policys:
+        warnings.warn(
+            f"the draft's rope_theta is {theta:g} and the policy's {policys:g}. The draft is trained at its own, which the engine "
+            "serves it at too (10000 where its config names none); if it was made for the policy's, write rope_theta into "
+            "its config.json.",
+            stacklevel=5,
+        )

@@ -22,6 +22,11 @@ def pack_rows(
         supervised_BS (`torch.Tensor` of shape `(rows, length)`): nonzero where the policy sampled the token.
         taps ([`Taps`]): hidden states of the same rows.
     """
+    if taps.final_BSH.shape[:2] != token_ids_BS.shape:
+        raise ValueError(
+            f"the policy's hidden states are of shape {tuple(taps.final_BSH.shape[:2])} for token ids of shape "
+            f"{tuple(token_ids_BS.shape)}: the model adds or drops positions, and a draft would learn from misplaced ones."
+        )
     present_BS = attention_mask_BS.bool()
     lengths = [n for n in present_BS.sum(1).tolist() if n > 0]
     index_T = present_BS.flatten().nonzero()[:, 0]  # once: on a GPU the host waits for it

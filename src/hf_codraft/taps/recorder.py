@@ -6,6 +6,7 @@ Legend: B rows, S padded length, H hidden width.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -51,8 +52,8 @@ class Taps:
     final_BSH: torch.Tensor
 
 
-def _first_tensor(output: object) -> torch.Tensor:
-    tensor = output[0] if isinstance(output, tuple) else output
+def _first_tensor(output: Any) -> torch.Tensor:
+    tensor = output if isinstance(output, torch.Tensor) else output[0]  # a layer's tuple, a backbone's ModelOutput
     assert isinstance(tensor, torch.Tensor)
     return tensor.detach()
 
@@ -60,7 +61,7 @@ def _first_tensor(output: object) -> torch.Tensor:
 @contextmanager
 def tap_hooks(
     layers: Sequence[nn.Module],
-    final_norm: nn.Module,
+    final: nn.Module,
     tap_ids: Iterable[int],
     keep: Callable[[int, torch.Tensor], None],
 ) -> Iterator[None]:
@@ -68,7 +69,7 @@ def tap_hooks(
 
     Args:
         layers (`Sequence[nn.Module]`): the policy's decoder layers in order.
-        final_norm (`nn.Module`): the norm before the head.
+        final (`nn.Module`): what hands the final hidden state to the head: the backbone, or its norm.
         tap_ids (`Iterable[int]`): as in [`TapSpec`]; `len(layers) + 1` is the final hidden state, after the norm.
         keep (callable): takes what was captured.
     """
@@ -84,7 +85,7 @@ def tap_hooks(
         def after(module: nn.Module, args: object, output: object) -> None:
             keep(tap_id, _first_tensor(output))
 
-        module = final_norm if tap_id == len(layers) + 1 else layers[tap_id - 1]
+        module = final if tap_id == len(layers) + 1 else layers[tap_id - 1]
         return module.register_forward_hook(after)
 
     handles = [register(tap_id) for tap_id in dict.fromkeys(tap_ids)]
@@ -103,13 +104,13 @@ class TapRecorder:
 
     Args:
         layers (`Sequence[nn.Module]`): the policy's decoder layers in order.
-        final_norm (`nn.Module`): the norm before the head.
+        final (`nn.Module`): what hands the final hidden state to the head: the backbone, or its norm.
         spec ([`TapSpec`]): what to capture.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], final_norm: nn.Module, spec: TapSpec):
+    def __init__(self, layers: Sequence[nn.Module], final: nn.Module, spec: TapSpec):
         self.layers = layers
-        self.final_norm = final_norm
+        self.final = final
         self.spec = spec
         self._captured: dict[int, list[torch.Tensor]] = {}
 
@@ -121,7 +122,7 @@ class TapRecorder:
         def keep(tap_id: int, tensor: torch.Tensor) -> None:
             self._captured.setdefault(tap_id, []).append(tensor)
 
-        with tap_hooks(self.layers, self.final_norm, (*self.spec.tap_ids, len(self.layers) + 1), keep):
+        with tap_hooks(self.layers, self.final, (*self.spec.tap_ids, len(self.layers) + 1), keep):
             yield
 
     def take(self) -> Taps:
@@ -134,7 +135,7 @@ class TapRecorder:
         lists = [captured.get(tap_id, []) for tap_id in (*self.spec.tap_ids, len(self.layers) + 1)]
         if not lists[-1] or any(len(x) != len(lists[-1]) for x in lists):
             raise RuntimeError(
-                f"taps {list(self.spec.tap_ids)} and the final norm were seen {[len(x) for x in lists]} times; each must "
+                f"taps {list(self.spec.tap_ids)} and the final hidden state were seen {[len(x) for x in lists]} times; each must "
                 "run once in every forward. Was the model replaced or compiled after the trainer was built?"
             )
         joined = [x[0] if len(x) == 1 else torch.cat(x) for x in lists]

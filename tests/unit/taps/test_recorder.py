@@ -120,7 +120,7 @@ def test_a_recording_without_a_forward_or_with_a_skipped_layer_is_an_error():
     recorder = recorder_of(model, [1, 3])
     with recorder.recording():
         pass
-    with pytest.raises(RuntimeError, match=r"taps \[1, 3\] and the final norm were seen \[0, 0, 0\] times"):
+    with pytest.raises(RuntimeError, match=r"taps \[1, 3\] and the final hidden state were seen \[0, 0, 0\] times"):
         recorder.take()
     with recorder.recording():
         model(**inputs())
