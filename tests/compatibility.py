@@ -1,6 +1,6 @@
 """The tables of docs/compatibility.md, written from what the tests themselves find.
 
-    PYTHONPATH=src:tests python tests/compatibility.py [SECTION ...]
+PYTHONPATH=src:tests python tests/compatibility.py [SECTION ...]
 """
 
 import sys

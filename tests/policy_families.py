@@ -31,7 +31,8 @@ SIZES = {
     "qk_rope_head_dim": 8, "v_head_dim": 8, "index_n_heads": 2, "index_head_dim": 16, "linear_num_key_heads": 2,
     "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "pad_token_id": 0,
     "logits_scaling": 4.0, "logit_scale": 0.5, "lm_head_multiplier": 0.25, "output_multiplier": 0.5,
-    "final_logit_softcapping": 5.0, "bos_token_id": 1, "eos_token_id": 2, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8,
+    "final_logit_softcapping": 5.0, "vocab_size_per_layer_input": VOCAB, "hidden_size_per_layer_input": 8,
+    "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 # What a family needs beside them.
 OVERRIDES: dict[str, dict] = {
@@ -91,7 +92,11 @@ def _shrink(kind: type[PreTrainedConfig], overrides: dict) -> PreTrainedConfig:
     sizes = {name: size for name, size in SIZES.items() if name in names}
     if "kv_lora_rank" in names and "num_key_value_heads" in names:
         sizes["num_key_value_heads"] = HEADS  # latent attention has keys for all heads
-    parts = {name: _shrink(part, OVERRIDES.get(part.model_type, {})) for name, part in kind.sub_configs.items() if part is not AutoConfig}
+    parts = {
+        name: _shrink(part, OVERRIDES.get(part.model_type, {}))
+        for name, part in kind.sub_configs.items()
+        if part is not AutoConfig
+    }
     return kind(**sizes | parts | overrides)
 
 
@@ -198,7 +203,9 @@ def compare_norms(anatomy: PolicyAnatomy, draft, is_mlp_norm_own: bool) -> None:
     if is_mlp_norm_own:
         return
     layer, seen = anatomy.decoder.layers[-1], {}
-    norms = [n for n in LAYER_NORMS["post_attention_layernorm"] if isinstance(getattr(layer, n, None), torch.nn.Module)]
+    norms = [
+        n for n in LAYER_NORMS["post_attention_layernorm"] if isinstance(getattr(layer, n, None), torch.nn.Module)
+    ]
     mlps = [n for n in ("mlp", "feed_forward", "block_sparse_moe", "moe", "ffn", "mlp_block") if hasattr(layer, n)]
     hooks = [getattr(layer, n).register_forward_hook(lambda m, a, out, n=n: seen.update({n: out})) for n in norms]
     hooks += [getattr(layer, n).register_forward_pre_hook(lambda m, a, n=n: seen.update({n: a[0]})) for n in mlps]

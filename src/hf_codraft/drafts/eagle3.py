@@ -138,7 +138,9 @@ class _RotaryEmbedding(LlamaRotaryEmbedding):
     """
 
     @staticmethod
-    def compute_default_rope_parameters(config: Eagle3DraftConfig, device=None, **kwargs) -> tuple[torch.Tensor, float]:
+    def compute_default_rope_parameters(
+        config: Eagle3DraftConfig, device=None, **kwargs
+    ) -> tuple[torch.Tensor, float]:
         dim, theta = config.rotary_dim, config.rope_parameters["rope_theta"]
         return (1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float) / dim)).to(device), 1.0
 
@@ -181,7 +183,11 @@ class _Attention(nn.Module):
         width = rotary[0].shape[-1]
         turned = apply_rotary_pos_emb(x_TND[..., :width], x_TND[:, :1, :width], *rotary)[0]
         # under autocast the rotary factors have the state's dtype, which may differ from pass to pass
-        return torch.cat([turned.to(x_TND.dtype), x_TND[..., width:]], -1) if width < self.head_dim else turned.to(x_TND.dtype)
+        return (
+            torch.cat([turned.to(x_TND.dtype), x_TND[..., width:]], -1)
+            if width < self.head_dim
+            else turned.to(x_TND.dtype)
+        )
 
 
 class _Layer(nn.Module):

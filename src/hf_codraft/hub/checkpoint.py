@@ -152,8 +152,10 @@ def _read_config(data: dict[str, Any], weights: dict[str, torch.Tensor], source:
     data["num_aux_hidden_states"] = data.get("num_aux_hidden_states") or len(
         data.get("eagle_aux_hidden_state_layer_ids") or (0, 0, 0)
     )
-    if data.get("rope_parameters"):  # the older names beside it say the same
-        data.pop("rope_theta", None)
+    if data.get("rope_parameters"):  # the older names beside it say the same, or what it leaves out
+        theta = data.pop("rope_theta", None)
+        if theta is not None:
+            data["rope_parameters"] = {"rope_theta": theta, **data["rope_parameters"]}
         data.pop("rope_scaling", None)
     for name in ("architectures", "torch_dtype", "dtype", "transformers_version", "tie_word_embeddings"):
         data.pop(name, None)

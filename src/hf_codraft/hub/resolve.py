@@ -110,7 +110,9 @@ def fresh_eagle3(anatomy: PolicyAnatomy, options: DraftOptions) -> Eagle3Draft:
     ).float()
     left = draft.init_from_policy(anatomy.last_layer_weights(), norm.weight_H)
     if not norm.is_rms:
-        left.append(f"norm (the policy's {type(anatomy.norm).__name__} is more than an RMSNorm: its factor alone is taken)")
+        left.append(
+            f"norm (the policy's {type(anatomy.norm).__name__} is more than an RMSNorm: its factor alone is taken)"
+        )
     if left:
         warnings.warn(
             f"the fresh draft starts from the policy's last layer, but {type(anatomy.model).__name__} has nothing of the right "
@@ -205,8 +207,8 @@ def check_fit(draft: Eagle3Draft, anatomy: PolicyAnatomy) -> None:
     theta, policys = config.rope_parameters["rope_theta"], _rope_parameters(policy)["rope_theta"]
     if theta != policys:
         warnings.warn(
-            f"the draft's rope_theta is {theta:g} and the policy's {policys:g}. The draft is trained at its own, which the engine "
-            "serves it at too (10000 where its config names none); if it was made for the policy's, write rope_theta into "
+            f"the draft's rope_theta is {theta:g} and the policy's {policys:g}. The draft is trained at its own, at which the "
+            "engine serves it too (10000 where its config names none); if it was made for the policy's, write rope_theta into "
             "its config.json.",
             stacklevel=5,
         )

@@ -145,8 +145,8 @@ class PolicyAnatomy:
         for what, weight in (("input embeddings", weights.embedding_VH), ("output head", weights.head_VH)):
             if weight.ndim != 2 or weight.shape[1] != hidden_size or not weight.is_floating_point():
                 raise ValueError(
-                    f"model ({name}) has {what} of shape {tuple(weight.shape)} in {weight.dtype}, and a draft needs one plain row "
-                    f"of its hidden size ({hidden_size}) for every token. Leave them out of quantization, or pass draft=None."
+                    f"model ({name}) has {what} of shape {tuple(weight.shape)} in {weight.dtype}, and a draft needs one plain "
+                    f"row of its hidden size ({hidden_size}) for every token. Leave them out of quantization, or pass draft=None."
                 )
         if len(weights.embedding_VH) != len(weights.head_VH):
             raise ValueError(
@@ -185,8 +185,8 @@ class PolicyAnatomy:
             if len(shape) == 3 and shape[1] > NUM_TOKENS and shape[2] == self.hidden_size:
                 raise ValueError(
                     f"{who} adds {shape[1] - NUM_TOKENS} virtual tokens to every row, so its hidden states are not "
-                    "those of the tokens; and no engine would draft behind them. Use LoRA or another adapter that sits inside the "
-                    "layers, or draft=None."
+                    "those of the tokens; and no engine would draft behind them. Use LoRA or another adapter that sits inside "
+                    "the layers, or draft=None."
                 )
             raise ValueError(
                 f"{who} hands hidden states of shape {shape} from layer to layer for {want[:2]} tokens, and a draft "
@@ -238,7 +238,7 @@ class PolicyAnatomy:
         what it multiplies by. Under DeepSpeed ZeRO-3 the caller gathers [`initial_parameters`] around this call.
         """
         layer = self.decoder.layers[-1]
-        weights = {}
+        weights: dict[str, torch.Tensor] = {}
         for name, module in layer.named_modules():
             plain = name.replace(".base_layer", "").replace(".original_module", "")
             if any(part in name for part in ("lora_", "modules_to_save")) or plain.split(".")[0] in LAYER_NORMS:

@@ -72,13 +72,13 @@ def dense_weight(module: nn.Module) -> torch.Tensor | None:
     is_tensor = isinstance(weight, torch.Tensor)
     if is_tensor and weight.is_floating_point() and weight.element_size() > 1:
         return whole(weight.detach())
-    if not hasattr(module, "in_features"):
+    if not isinstance(getattr(module, "in_features", None), int):
         return None
     # Packed in its library's own way: read column by column from what it computes.
     device = weight.device if is_tensor else next((b.device for b in module.buffers()), torch.device("cpu"))
-    zeros = torch.zeros(1, module.in_features, device=device)
-    bias_O = module(zeros)[0].float()
-    rows = [module(row_II).float() - bias_O for row_II in torch.eye(module.in_features, device=device).split(1024)]
+    width = int(module.in_features)
+    bias_O = module(torch.zeros(1, width, device=device))[0].float()
+    rows = [module(rows_CI).float() - bias_O for rows_CI in torch.eye(width, device=device).split(1024)]
     return torch.cat(rows).T.contiguous()
 
 

@@ -414,6 +414,41 @@ def test_positions_of_a_draft_are_raised_to_the_policys_with_a_warning():
     assert longer.config.max_position_embeddings == 1024
 
 
+@pytest.mark.parametrize("layout", ["plain", "speculators"])
+def test_a_theta_beside_rope_parameters_without_one_is_taken(tmp_path, layout):
+    save_draft(draft_for_tiny_policy(), tmp_path / "draft", base_model="", layout=layout)
+    file = tmp_path / "draft" / "config.json"
+    data = json.loads(file.read_text())
+    layer = data["transformer_layer_config"] if layout == "speculators" else data
+    layer |= {"rope_parameters": {"rope_type": "default"}, "rope_theta": 5e5}
+    file.write_text(json.dumps(data))
+    assert load_draft(tmp_path / "draft").config.rope_parameters["rope_theta"] == 5e5
+
+
+def test_a_draft_without_theta_is_trained_as_the_engine_reads_it_with_a_warning_that_names_both(tmp_path):
+    save_draft(draft_for_tiny_policy(), tmp_path / "draft", base_model="")
+    rewrite_config(tmp_path / "draft", drop=("rope_parameters", "rope_theta", "rope_scaling"))
+    draft = load_draft(tmp_path / "draft")
+    as_engine = LlamaConfig.from_pretrained(tmp_path / "draft")  # vLLM reads a Llama draft's config by transformers
+    assert draft.config.rope_parameters["rope_theta"] == as_engine.rope_parameters["rope_theta"] == 10000.0
+    rope = {"rope_type": "default", "rope_theta": 1e6}
+    with pytest.warns(UserWarning, match=r"rope_theta is 10000 and the policy's 1e\+06"):
+        check_fit(draft, PolicyAnatomy.of(tiny.policy(rope_parameters=rope)))
+    assert draft.config.rope_parameters["rope_theta"] == 10000.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_fit(draft, PolicyAnatomy.of(tiny.policy()))
+
+
+def test_a_window_that_is_not_used_is_full_attention(tmp_path):
+    save_draft(draft_for_tiny_policy(), tmp_path / "draft", base_model="")
+    rewrite_config(tmp_path / "draft", sliding_window=4096, use_sliding_window=False)
+    assert load_draft(tmp_path / "draft").config.sliding_window is None
+    rewrite_config(tmp_path / "draft", use_sliding_window=True)
+    with pytest.raises(ValueError, match=r"sliding_window \(4096\) of an EAGLE-3 draft is not supported"):
+        load_draft(tmp_path / "draft")
+
+
 class Options:
     draft_vocab_size: int | None = None
     draft_tap_layers: list[int] | None = None

@@ -16,7 +16,17 @@ def test_every_kind_of_adapter_trains_on_its_own_states_or_is_refused_by_name(ou
     # The comparisons themselves are in `try_kind`.
     assert {outcome.kind for outcome in outcomes} | set(peft_kinds.UNBUILT) == {kind.value for kind in PeftType}
     trains = {outcome.kind for outcome in outcomes if outcome.place == "attention" and not outcome.refusal}
-    assert trains >= {"LORA", "ADALORA", "IA3", "OFT", "BOFT", "VERA", "PREFIX_TUNING", "LN_TUNING", "TRAINABLE_TOKENS"}
+    assert trains >= {
+        "LORA",
+        "ADALORA",
+        "IA3",
+        "OFT",
+        "BOFT",
+        "VERA",
+        "PREFIX_TUNING",
+        "LN_TUNING",
+        "TRAINABLE_TOKENS",
+    }
     assert not trains & {"PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING", "CPT"}
     assert {outcome.kind for outcome in outcomes if outcome.place == "head" and not outcome.refusal} >= {"LORA"}
 

@@ -75,6 +75,12 @@ def test_a_row_without_tokens_is_left_out():
     assert batch.hidden_TH[:, 0].tolist() == [2000, 2001, 2200]
 
 
+def test_hidden_states_of_other_positions_are_an_error():
+    ids = torch.tensor([[5, 6, 7]])
+    with pytest.raises(ValueError, match=r"of shape \(1, 5\) for token ids of shape \(1, 3\)"):
+        pack_rows(ids, torch.ones_like(ids), torch.ones_like(ids), marked_taps(1, 5))
+
+
 # Anatomy
 
 
