@@ -158,7 +158,8 @@ class PolicyAnatomy:
         teacher = Teacher(
             seen.final_BSH, weights.head_VH, weights.head_bias_V, scale=self.logit_scale, softcap=self.logit_softcap
         )
-        got, want = teacher.logits(seen.final_BSH.to(weights.head_VH.dtype)), seen.logits_BSV.float()
+        got = teacher.logits(seen.final_BSH.flatten(0, 1).to(weights.head_VH.dtype))
+        want = seen.logits_BSV.flatten(0, 1).float()
         if not want.isfinite().all():
             return  # weights that are still to come from another rank
         error = (got - want).abs().max()
