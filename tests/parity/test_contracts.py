@@ -5,8 +5,10 @@ import inspect
 import re
 
 import pytest
+import torch
 import trl.generation.vllm_generation as trl_engine
 import trl.trainer.grpo_trainer as trl_trainer
+from torch import nn
 from transformers import Trainer
 from trl import GRPOTrainer
 from trl.distributed import DistributedBackend
@@ -175,6 +177,24 @@ def test_weights_change_after_loading_where_we_watch_them():
     assert "is_weight_update = self.moe_kernel is not None" in source(UnquantizedFusedMoEMethod)
     assert parameters(MLAAttention.process_weights_after_loading) == ["self", "act_dtype"]
     assert parameters(WeightsMapper.map_name) == ["self", "key"]
+
+
+def test_vllm_takes_over_a_class_in_a_way_that_is_noticed():
+    """As it does to the classes of transformers where it has no implementation of its own."""
+    from vllm.compilation.decorators import support_torch_compile
+
+    from hf_codraft.serving.engine import CoDraftVLLMGeneration
+
+    class Decoder(nn.Module):
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            return input_ids
+
+    generation = object.__new__(CoDraftVLLMGeneration)
+    generation.model = nn.Sequential(Decoder())
+    generation._check_own_classes()
+    support_torch_compile(dynamic_arg_dims={"input_ids": 0})(Decoder)
+    with pytest.raises(ValueError, match=r"it changes \['Decoder'\] in place"):
+        generation._check_own_classes()
 
 
 def test_engines_log_probs_are_those_of_the_processed_distribution():
