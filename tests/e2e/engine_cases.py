@@ -279,9 +279,13 @@ def faults(trainer) -> dict[str, str]:
     return errors
 
 
-def saved(folder: Path, *, kind="llama", tie=True, vocab=None, layout="plain") -> dict:
-    """A draft written by `save_model` (or in the other layout), in an engine that knows nothing of us."""
-    trainer = build(folder, policy=tiny.policy(kind, tie=tie), use_vllm=False, draft_vocab_size=vocab, max_steps=1)
+def saved(folder: Path, *, kind="llama", tie=True, vocab=None, layout="plain", rows=tiny.VOCAB) -> dict:
+    """A draft written by `save_model` (or in the other layout), in an engine that knows nothing of us.
+
+    More `rows` than tokens are padding of the policy's embeddings and head.
+    """
+    policy = tiny.policy(kind, tie=tie, vocab_size=rows)
+    trainer = build(folder, policy=policy, use_vllm=False, draft_vocab_size=vocab, max_steps=1)
     trainer.train()
     trainer.save_model()
     path = folder / "out" / "draft"
