@@ -101,6 +101,13 @@ def begin_run(output_dir: str | Path, resumed_from: str | Path | None, *, writes
     if resumed_from:
         state = _state_if_complete(Path(resumed_from)) or {}
         runs, step = list(state.get("runs") or []), _step_of(Path(resumed_from))
+        last = read_history(Path(resumed_from).parent)
+        if last is not None and not last.has(runs, step):
+            warnings.warn(
+                f"{resumed_from} is of an earlier run than the last one in its folder; this run goes on from it as you ask, and "
+                "leaves the last one's checkpoints behind.",
+                stacklevel=3,
+            )
     elif older := _numbered_checkpoints(output_dir):
         warnings.warn(
             f"{output_dir} holds checkpoints of an earlier run ({', '.join(folder.name for _, folder in older)}), and this run "

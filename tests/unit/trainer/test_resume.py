@@ -14,7 +14,7 @@ from transformers import Trainer
 
 from hf_codraft import load_draft
 from hf_codraft.hub import checkpoint
-from hf_codraft.hub.history import last_complete_checkpoint
+from hf_codraft.hub.history import begin_run, last_complete_checkpoint
 
 CASES = {
     "plain": {},
@@ -254,6 +254,8 @@ def test_resume_takes_no_checkpoint_that_a_run_before_it_left(tmp_path, monkeypa
         killed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     with pytest.warns(UserWarning, match="checkpoint-2 is of an earlier run"):
         assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-1")
+    with pytest.warns(UserWarning, match="checkpoint-3 is of an earlier run .* goes on from it as you ask"):
+        begin_run(tmp_path, tmp_path / "checkpoint-3", writes=False)
 
 
 def test_resume_after_a_run_that_left_nothing_is_an_error(tmp_path, monkeypatch):
