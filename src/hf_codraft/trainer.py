@@ -16,7 +16,6 @@ import inspect
 import math
 import time
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -46,6 +45,7 @@ from hf_codraft.hub.checkpoint import (
 )
 from hf_codraft.hub.history import DRAFT_FOLDER, TRAINER_STATE, begin_run, last_complete_checkpoint
 from hf_codraft.hub.resolve import FAMILIES, resolve_draft
+from hf_codraft.phases import PhaseClock
 from hf_codraft.policy.anatomy import PolicyAnatomy, unwrap_peft
 from hf_codraft.policy.packing import pack_completions
 from hf_codraft.taps.packed import PolicyWeights
@@ -84,7 +84,6 @@ class CoDraftGRPOTrainer(GRPOTrainer):
         self.draft: Eagle3Draft | None = None
         self.learner: DraftLearner | None = None
         self._draft_source = draft
-        self._seconds: dict[str, float] = defaultdict(float)
         self.phase_seconds: list[dict[str, float]] = []  # a dict an optimizer step, with or without a draft
         self._pending: dict[str, torch.Tensor] | None = None
         self._borrowed: PolicyWeights | None = None
@@ -101,6 +100,8 @@ class CoDraftGRPOTrainer(GRPOTrainer):
             if self.draft is None:
                 self._build_draft(self.model)
             self._build_learner()
+        waits = draft is not None and self.accelerator.device.type == "cuda"
+        self._clock = PhaseClock(torch.cuda.synchronize if waits else None)
         self.add_callback(_StepClock(self))
 
     def _check_arguments(self, args: CoDraftGRPOConfig, draft: Any, processing_class: Any, dataset: Any) -> None:
@@ -241,15 +242,15 @@ class CoDraftGRPOTrainer(GRPOTrainer):
     # 1. Rollout
 
     def _generate(self, prompts: list):
-        started = time.perf_counter()
-        if self.use_vllm and self.vllm_mode == "colocate" and self.vllm_generation.is_stale():
+        if not (self.use_vllm and self.vllm_mode == "colocate"):
+            with self._clock.phase("generate"):
+                return super()._generate(prompts)
+        if self.vllm_generation.is_stale():
             self._last_loaded_step = -1  # TRL looks at the step's number, which weights may change without
         output = super()._generate(prompts)
-        if self.use_vllm and self.vllm_mode == "colocate":
-            self._log_rollouts(len(prompts))
+        self._log_rollouts(len(prompts))
+        with self._clock.phase("logprob"):
             self._check_rollouts(output)
-        else:
-            self._seconds["generate"] += time.perf_counter() - started
         return output
 
     @torch.no_grad()
@@ -258,7 +259,7 @@ class CoDraftGRPOTrainer(GRPOTrainer):
         if isinstance(self.processing_class, ProcessorMixin):
             return
         prompt_ids, completion_ids, tool_mask, _, logps = output[:5]
-        started, was_training = time.perf_counter(), self.model.training
+        was_training = self.model.training
         self.model.eval()
         try:
             found = self.vllm_generation.check_rollouts(
@@ -272,7 +273,6 @@ class CoDraftGRPOTrainer(GRPOTrainer):
             )
         finally:
             self.model.train(was_training)
-        self._seconds["logprob"] += time.perf_counter() - started
         if found is not None and self.draft is not None:
             self._metrics["train" if was_training else "eval"]["refit/logp_difference"].append(found.mean)
 
@@ -295,8 +295,8 @@ class CoDraftGRPOTrainer(GRPOTrainer):
 
     def _log_rollouts(self, num_rows: int) -> None:
         rollouts = self.vllm_generation.take_rollouts()
-        self._seconds["generate"] += rollouts.generate_s
-        self._seconds["refit"] += rollouts.refit_s
+        self._clock.move("generate", rollouts.generate_s)
+        self._clock.move("refit", rollouts.refit_s)
         if self.draft is None:
             return
         from hf_codraft.serving.acceptance import Acceptance
@@ -310,24 +310,24 @@ class CoDraftGRPOTrainer(GRPOTrainer):
         for position, rate in enumerate(total.accept_rates):
             metrics[f"draft/accept_rate/pos_{position}"].append(rate)
         metrics["refit/version"] = [float(self.vllm_generation.version)]
-        # Tool calls generate a row in several turns, whose order TRL keeps to itself.
-        if len(rollouts.rows) == num_rows:
-            self._log_completion_extra("accept_length", [row.accept_length for row in rollouts.rows])
+        # Tool calls generate a row in several turns, whose order TRL keeps to itself. The table wants a value for each row all
+        # the same: without, it shows those of an earlier batch.
+        lengths = [row.accept_length for row in rollouts.rows]
+        self._log_completion_extra("accept_length", lengths if len(lengths) == num_rows else [math.nan] * num_rows)
+
+    def _calculate_rewards(self, *args, **kwargs):
+        with self._clock.phase("reward"):
+            return super()._calculate_rewards(*args, **kwargs)
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
-        started = time.perf_counter()
-        output = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        if not torch.is_grad_enabled():
-            self._seconds["logprob"] += time.perf_counter() - started
-        return output
+        with nullcontext() if torch.is_grad_enabled() else self._clock.phase("logprob"):
+            return super()._get_per_token_logps_and_entropies(*args, **kwargs)
 
     # 2. Policy step
 
     def _prepare_inputs(self, generation_batch):
-        started = time.perf_counter()
-        inputs = super()._prepare_inputs(generation_batch)
-        self._seconds["prepare"] += time.perf_counter() - started
-        return inputs
+        with self._clock.phase("other"):
+            return super()._prepare_inputs(generation_batch)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         listens = self.model.training and self._trains_draft
@@ -340,11 +340,12 @@ class CoDraftGRPOTrainer(GRPOTrainer):
         return loss
 
     def training_step(self, model, inputs, num_items_in_batch):
-        started, prepared = time.perf_counter(), self._seconds["prepare"]
         loss = super().training_step(model, inputs, num_items_in_batch)
-        self._seconds["policy"] += time.perf_counter() - started - (self._seconds["prepare"] - prepared)
         if self._pending is not None:
-            self._draft_step()
+            started = time.perf_counter()
+            with self._clock.phase("draft"):
+                self._draft_step()
+            self._add_to_step_time(time.perf_counter() - started)
         if self.learner is not None and not self.args.freeze_draft:
             self._metrics["train"]["draft/has_stopped"] = [float(self.learner.has_stopped)]
         return loss
@@ -353,18 +354,22 @@ class CoDraftGRPOTrainer(GRPOTrainer):
 
     def _draft_step(self) -> None:
         """Keeps this piece of the batch, and updates the draft on all of them where the policy is updated."""
-        started = time.perf_counter()
         self.draft_updates.add(pack_completions(self._pending, self._recorder.take()))
         self._pending = None
-        listening_s = 0.0
         if self.accelerator.sync_gradients:
             policy, self._borrowed = self._borrowed or self._policy_weights(), None
             window = self.draft_updates.run(policy)
             self._log_draft_step(window)
-            listening_s = window.listening_s
+            self._clock.move("other", window.listening_s)
             if self.state.global_step % CHECK_EVERY == 0:
                 check_same(self.draft)
-        self._seconds["draft"] += time.perf_counter() - started - listening_s
+
+    def _add_to_step_time(self, seconds: float) -> None:
+        """TRL's `step_time` is of its own `training_step`, which has ended before the draft's."""
+        if self._step % self.current_gradient_accumulation_steps == 0:
+            self._metrics["train"]["step_time"][-1] += seconds
+        else:
+            self._current_train_step_time += seconds
 
     def _policy_weights(self) -> PolicyWeights:
         with self._dist.gather_params(self.anatomy.borrowed_parameters()):
@@ -377,6 +382,8 @@ class CoDraftGRPOTrainer(GRPOTrainer):
         metrics["draft/skipped_steps"] = [float(self.learner.num_skipped)]
         metrics["draft/rolled_back"] = [float(self.draft_updates.num_rolled_back)]
         if not math.isnan(window.expected_before):
+            for position, rate in enumerate(window.expected_rates):
+                metrics[f"draft/expected_accept/pos_{position}"].append(rate)
             metrics["draft/expected_accept_length"].append(window.expected_before)
             metrics["draft/expected_accept_length_updated"].append(window.expected_after)
         metrics["draft/learning_rate"] = [window.learning_rate]
@@ -386,11 +393,14 @@ class CoDraftGRPOTrainer(GRPOTrainer):
             metrics["draft/loss"].append(step.loss)
             metrics["draft/grad_norm"].append(step.grad_norm)
             metrics["draft/vocab_coverage"].append(step.vocab_coverage)
-            for number, (loss, accept) in enumerate(zip(step.loss_passes, step.accept_passes, strict=True), start=1):
-                metrics[f"draft/loss_pass_{number}"].append(loss)
-                metrics[f"draft/expected_accept/pass_{number}"].append(accept)
+            for position, loss in enumerate(step.loss_passes):
+                metrics[f"draft/loss/pos_{position}"].append(loss)
 
     # Around the steps
+
+    def evaluate(self, *args, **kwargs):
+        with self._clock.aside():
+            return super().evaluate(*args, **kwargs)
 
     def train(self, resume_from_checkpoint=None, trial=None, ignore_keys_for_eval=None):
         """`Trainer.train`, with the draft's warm start before its first step.
@@ -565,22 +575,18 @@ class _Warm(Exception):
 
 
 class _StepClock(TrainerCallback):
-    """Adds the policy's optimizer to its time, and logs where the seconds of a step went."""
+    """Logs where the seconds of a step went."""
 
     def __init__(self, trainer: CoDraftGRPOTrainer):
         self.trainer = trainer
-        self.started = 0.0
 
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        self.started = time.perf_counter()
-
-    def on_optimizer_step(self, args, state, control, **kwargs):
-        self.trainer._seconds["policy"] += time.perf_counter() - self.started
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.trainer._clock.begin()
 
     def on_step_end(self, args, state, control, **kwargs):
-        seconds, self.trainer._seconds = self.trainer._seconds, defaultdict(float)
-        phases = {phase: seconds[phase] for phase in ("generate", "logprob", "policy", "draft", "refit")}
+        phases = self.trainer._clock.read()
         self.trainer.phase_seconds.append(phases)
-        if self.trainer.draft is not None:  # without one the logs are GRPOTrainer's
-            for phase, value in phases.items():
-                self.trainer._metrics["train"][f"time/{phase}"].append(value)
+        if self.trainer.draft is None:  # the logs are GRPOTrainer's
+            return
+        for phase, value in (phases | {"step": sum(phases.values())}).items():
+            self.trainer._metrics["train"][f"time/{phase}"].append(value)

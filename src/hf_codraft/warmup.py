@@ -93,7 +93,6 @@ def _put_back(trainer: "CoDraftGRPOTrainer") -> Iterator[None]:
         "_metrics": {mode: defaultdict(list) for mode in ("train", "eval")},
         "_pending_extra_logs": defaultdict(list),
         "_pending_metrics": defaultdict(list),
-        "_seconds": defaultdict(float),
     }
     kept = {name: getattr(trainer, name) for name in fresh}
     num_tokens_seen = trainer.state.num_input_tokens_seen
@@ -337,6 +336,6 @@ def learn(
                 learner.accumulate(batches[number], policy)
                 step = learner.step()
                 steps.append(step)
-                bar.set_postfix(loss=f"{step.loss:.2f}", accept=f"{step.accept_passes[0]:.2f}")
+                bar.set_postfix(loss=f"{step.loss:.2f}", overlap=f"{step.accept_passes[0]:.2f}")
                 bar.update()
     return steps

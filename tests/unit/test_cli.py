@@ -66,7 +66,7 @@ def test_grpo_trains_and_saves_policy_and_draft_then_resumes(settings, capsys):
     resumed = ("--num_speculative_tokens", "2", "--max_steps", "3", "--resume_from_checkpoint", "true")
     assert launch("grpo", settings, *resumed) == 0
     assert Path("out/checkpoint-3/draft/training_state.pt").is_file()
-    assert "'draft/loss_pass_2'" in capsys.readouterr().out
+    assert "'draft/loss/pos_1'" in capsys.readouterr().out
 
 
 def test_grpo_without_draft_is_plain_grpo(settings):

@@ -10,8 +10,8 @@ from transformers import TrainerCallback
 
 from hf_codraft._optional import require
 from hf_codraft.cli.control import expected_from, ratio_interval
+from hf_codraft.phases import PHASES
 
-PHASES = ("generate", "logprob", "policy", "draft", "refit")
 _ENDS = 3  # "first" and "last" are means over so many steps
 
 
@@ -160,14 +160,14 @@ def draw(folders: dict[str, Path], file: Path) -> None:
     )
     axes[2].legend(frameon=False)
     bottom = [0.0] * len(main)
-    shades = {"generate": "#2563eb", "logprob": "#93c5fd", "policy": "#111827", "draft": "#f97316", "refit": "#a3a3a3"}
-    for phase in PHASES:
+    shades = ("#2563eb", "#a3a3a3", "#16a34a", "#93c5fd", "#111827", "#f97316", "#e5e7eb")
+    for phase, shade in zip(PHASES, shades, strict=True):
         heights = [step[f"time/{phase}"] for step in main]
-        axes[3].bar(range(1, len(main) + 1), heights, bottom=bottom, color=shades[phase], label=phase)
+        axes[3].bar(range(1, len(main) + 1), heights, bottom=bottom, color=shade, label=phase)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
     axes[3].set(title="Seconds a step", xlabel="step")
     axes[3].legend(
-        frameon=False, ncols=5, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), columnspacing=0.8
+        frameon=False, ncols=4, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), columnspacing=0.8
     )
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)

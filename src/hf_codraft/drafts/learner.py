@@ -137,8 +137,9 @@ class DraftStep:
     Args:
         loss (`float`): mean loss a supervised position, over passes and ranks; NaN where none was supervised.
         loss_passes (`tuple[float, ...]`): mean loss of every pass.
-        accept_passes (`tuple[float, ...]`): mean `1 - TV(teacher, draft)` of every pass: the expected acceptance of a
-            token drafted in it, given that the earlier ones were accepted.
+        accept_passes (`tuple[float, ...]`): mean `1 - TV(teacher, draft)` of every pass, with the teacher of the
+            loss: renormalised over a reduced vocabulary, so that it overstates what the engine accepts (see
+            [`ExpectedAcceptance`] for that).
         num_supervised (`int`): positions of the first pass that have a loss.
         vocab_coverage (`float`): share of the supervised tokens that the draft can propose.
         grad_norm (`float`): norm of the gradient before clipping.

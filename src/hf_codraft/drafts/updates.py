@@ -19,6 +19,7 @@ import torch
 
 from hf_codraft.attention.layout import PackedLayout
 from hf_codraft.attention.shard import Shard
+from hf_codraft.drafts.expected import ExpectedAcceptance
 from hf_codraft.drafts.learner import DraftLearner, DraftStep
 from hf_codraft.taps.packed import PackedBatch, PolicyWeights
 
@@ -38,6 +39,8 @@ class WindowReport:
         steps (`tuple[DraftStep, ...]`): the updates, in order.
         expected_before, expected_after (`float`): accept length expected on the held-out rows, before and after the updates;
             NaN where none could be held out.
+        expected_rates (`tuple[float, ...]`): share of the steps in which the guess of each position is expected to be accepted
+            on the held-out rows, before the updates. What the engine's counters show, were these rows drafted once more.
         is_rolled_back (`bool`): the updates were undone.
         learning_rate (`float`): of the window's last update.
         listening_s (`float`): seconds that listeners took.
@@ -46,6 +49,7 @@ class WindowReport:
     steps: tuple[DraftStep, ...]
     expected_before: float
     expected_after: float
+    expected_rates: tuple[float, ...]
     is_rolled_back: bool
     learning_rate: float
     listening_s: float = field(default=0.0, compare=False)
@@ -101,11 +105,11 @@ class DraftUpdates:
         self._held_before = held
         draw.shuffle(teaching)
 
-        before_S = self._expected_steps(held, policy)
+        before = self._expected(held, policy)
         snapshot = self.learner.snapshot()
         steps = tuple(self._update(teaching[number :: self.num_updates], policy) for number in range(self.num_updates))
-        after_S = self._expected_steps(held, policy)
-        is_worse, lengths = self._compare(before_S, after_S, held)
+        after = self._expected(held, policy)
+        is_worse, lengths, rates = self._compare(before, after)
         if is_worse:
             self.learner.restore(snapshot)
             self.learner.lr_scale /= 2
@@ -114,38 +118,44 @@ class DraftUpdates:
         if self._num_kept_in_a_row == WINDOWS_TO_RECOVER:
             self.learner.lr_scale = min(2 * self.learner.lr_scale, 1.0)
             self._num_kept_in_a_row = 0
-        return WindowReport(steps, *lengths, is_worse, self.learner.last_lr, listening_s)
+        return WindowReport(steps, *lengths, rates, is_worse, self.learner.last_lr, listening_s)
 
     def _update(self, rows: list[PackedBatch], policy: PolicyWeights) -> DraftStep:
         if rows:
             self.learner.accumulate(PackedBatch.join(rows).to(policy.head_VH.device), policy)
         return self.learner.step()
 
-    def _expected_steps(self, rows: list[PackedBatch], policy: PolicyWeights) -> torch.Tensor:
-        """Verification steps that the draft would take on these rows: `(spans,)`."""
+    def _expected(self, rows: list[PackedBatch], policy: PolicyWeights) -> ExpectedAcceptance:
+        """What would be accepted of the draft on these rows."""
         if not rows:
-            return torch.zeros(0, dtype=torch.float64)
+            nothing = torch.zeros(0, dtype=torch.float64)
+            return ExpectedAcceptance(nothing, nothing, torch.zeros(self.learner.num_passes, dtype=torch.float64))
         batch = PackedBatch.join(rows).to(policy.head_VH.device)
-        return self.learner.expected_acceptance(batch, policy, is_greedy=self.is_greedy).steps_S
+        return self.learner.expected_acceptance(batch, policy, is_greedy=self.is_greedy)
 
     def _compare(
-        self, before_S: torch.Tensor, after_S: torch.Tensor, held: list[PackedBatch]
-    ) -> tuple[bool, tuple[float, float]]:
-        """Whether the updates cost steps beyond noise, row by row, and the accept length before and after, over all ranks."""
-        more_S = after_S - before_S
-        tokens = sum(int(row.supervised_T.sum()) for row in held) - len(before_S)
-        sums = torch.stack([more_S.sum(), more_S.square().sum(), before_S.sum(), after_S.sum()])
-        counts = torch.tensor([len(more_S), tokens], dtype=torch.float64)
-        total = torch.cat([sums, counts]).to(self.learner.parameters[0].device)
+        self, before: ExpectedAcceptance, after: ExpectedAcceptance
+    ) -> tuple[bool, tuple[float, float], tuple[float, ...]]:
+        """Whether the updates cost steps beyond noise, row by row, over all ranks.
+
+        Also the accept length before and after, and the accept rates before.
+        """
+        more_S = after.steps_S - before.steps_S
+        sums = torch.stack([more_S.sum(), more_S.square().sum(), before.steps_S.sum(), after.steps_S.sum()])
+        counts = torch.tensor([len(more_S), before.tokens_S.sum()], dtype=torch.float64)
+        total = torch.cat([sums, counts, before.reached_K]).to(self.learner.parameters[0].device)
         self.learner.sum_over_ranks(total)
-        more, squares, before, after, num_spans, num_tokens = total.tolist()
-        lengths = (num_tokens / before, num_tokens / after) if before > 0 else (math.nan, math.nan)
-        if not math.isfinite(after):
-            return True, lengths
+        more, squares, steps_before, steps_after, num_spans, num_tokens, *reached = total.tolist()
+        lengths, rates = (math.nan, math.nan), (math.nan,) * len(reached)
+        if steps_before > 0:
+            lengths = (num_tokens / steps_before, num_tokens / steps_after)
+            rates = tuple(steps / steps_before for steps in reached)
+        if not math.isfinite(steps_after):
+            return True, lengths, rates
         if num_spans < 2:
-            return False, lengths
+            return False, lengths, rates
         variance = max(squares - more**2 / num_spans, 0.0) / (num_spans - 1)
-        return more > NOISE * math.sqrt(num_spans * variance) and more > 0, lengths
+        return more > NOISE * math.sqrt(num_spans * variance) and more > 0, lengths, rates
 
     def state_dict(self) -> dict[str, Any]:
         """Counters, the same on all ranks; the rows that wait are in [`rows_state_dict`]."""

@@ -74,6 +74,18 @@ def test_rows_of_one_prompt_are_held_out_together():
     assert [int(row.token_ids_T[0]) for row in held] == [int(held[0].token_ids_T[0])] * 2
 
 
+def test_expected_rates_are_of_the_held_out_rows_before_the_updates():
+    """A reduced vocabulary is accepted as often as the whole distribution lets it, not the part that it keeps."""
+    draft, weights = tiny_draft(draft_vocab_size=20), tiny_weights()
+    updates = updates_of(copy.deepcopy(draft), num_updates=2)
+    report = run(updates, window())
+    held = PackedBatch.join(updates._held_before)
+    want = draft.expected_acceptance(held, weights, num_passes=3)
+    assert report.expected_rates == pytest.approx(want.accept_rates, rel=1e-6)
+    assert report.expected_before == pytest.approx(want.accept_length, rel=1e-6)
+    assert 0 < report.expected_rates[0] < report.steps[0].accept_passes[0]
+
+
 def test_few_rows_are_never_held_out():
     assert hold_out(window(rows=ROWS[:3]).segments(), random.Random(0)) == []
 

@@ -15,8 +15,8 @@ from hf_codraft.attention.layout import PackedLayout
 from hf_codraft.attention.shard import Shard
 from hf_codraft.taps.packed import PackedBatch
 
-SCALARS = ("loss", "loss_pass_1", "loss_pass_2", "vocab_coverage", "grad_norm", "learning_rate", "skipped_steps")
-PHASES = ("generate", "logprob", "policy", "draft", "refit")
+SCALARS = ("loss", "loss/pos_0", "loss/pos_1", "vocab_coverage", "grad_norm", "learning_rate", "skipped_steps")
+PHASES = ("generate", "reward", "logprob", "policy", "draft", "other", "step")
 
 
 class _History(TrainerCallback):
@@ -48,8 +48,7 @@ def test_metrics_of_every_step(tmp_path):
     for entry in steps(trainer):
         for name in SCALARS:
             assert math.isfinite(entry[f"draft/{name}"])
-        assert "draft/loss_pass_3" not in entry
-        assert 0 < entry["draft/expected_accept/pass_1"] < 1
+        assert "draft/loss/pos_2" not in entry
         assert entry["draft/vocab_coverage"] == 1.0
         assert entry["draft/learning_rate"] == 2e-3
         for phase in PHASES:
@@ -97,8 +96,8 @@ def test_first_loss_is_that_of_unpadded_rows_and_transformers_hidden_states(tmp_
     assert count[0] > count[1] > 0
     entry = steps(trainer)[0]
     # rows of a padded and a single batch differ by the rounding of fp32 sums
-    assert entry["draft/loss_pass_1"] == pytest.approx((loss_sum / count)[0].item(), rel=1e-4)
-    assert entry["draft/loss_pass_2"] == pytest.approx((loss_sum / count)[1].item(), rel=1e-4)
+    assert entry["draft/loss/pos_0"] == pytest.approx((loss_sum / count)[0].item(), rel=1e-4)
+    assert entry["draft/loss/pos_1"] == pytest.approx((loss_sum / count)[1].item(), rel=1e-4)
     assert entry["draft/loss"] == pytest.approx((loss_sum.sum() / count.sum()).item(), rel=1e-4)
 
 
@@ -113,7 +112,7 @@ def assert_pieces_add_up(folder, **changes):
         assert trainer.learner.num_steps == 1
         entries.append(steps(trainer)[0])
     for entry in entries[1:]:
-        for name in ("loss", "grad_norm", "loss_pass_3"):
+        for name in ("loss", "grad_norm", "loss/pos_2"):
             assert entry[f"draft/{name}"] == pytest.approx(entries[0][f"draft/{name}"], rel=1e-4)  # fp32 sums
 
 
