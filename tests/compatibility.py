@@ -32,7 +32,16 @@ def peft() -> str:
     return peft_kinds.table(peft_kinds.try_all())
 
 
-SECTIONS = {"policies": policies, "peft": peft}
+def sampling() -> str:
+    from hf_codraft.serving.sampling import REFUSED, SERVED
+
+    lines = ["| option | with a draft | |", "|---|---|---|"]
+    lines += [f"| `{name}` | lossless (tested) | {shown} |" for name, shown in SERVED.items()]
+    lines += [f"| `{name}` | refused | {refusal.reason} |" for name, refusal in REFUSED.items()]
+    return "\n".join(lines) + "\n"
+
+
+SECTIONS = {"policies": policies, "peft": peft, "sampling": sampling}
 
 if __name__ == "__main__":
     for name in sys.argv[1:] or SECTIONS:

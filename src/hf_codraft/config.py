@@ -15,34 +15,13 @@ from hf_codraft.drafts.learner import CO_TRAINING_RATE, check_pass_weights, rate
 from hf_codraft.losses import LOSS_TYPES
 
 DEFAULT_SPECULATIVE_TOKENS = 3
-# Sampling options that vLLM rejects or ignores under speculation, with what it does.
-_REFUSED_SAMPLING = {
-    "min_p": "vLLM rejects it under speculation",
-    "logit_bias": "vLLM rejects it under speculation",
-    "structured_outputs": "the draft does not follow the grammar, so the distribution is not the constrained one",
-    "guided_decoding": "the draft does not follow the grammar, so the distribution is not the constrained one",
-    "logits_processors": "vLLM ignores it under speculation",
-    "trace_decode_token_ids": "vLLM rejects it under speculation",
-    "n": "TRL asks for one completion a prompt",
-}
+GREEDY_BELOW, LEAST_TEMPERATURE = 1e-5, 1e-2  # vLLM samples greedily below the first and raises others to the second
 # Options of training that a draft cannot go with, with the reason and the way out.
 _REFUSED_TRAINING = {
     "fp16": "the draft's own backward has no loss scaler, so small gradients would vanish. Set bf16=True",
     "torch_compile": "hidden states of the policy are read by hooks, which a compiled model skips. Leave it out",
     "use_liger_kernel": "it was never tried with hidden states being read. Leave it out",
 }
-# Anything that accepts drafted tokens the policy would not have sampled.
-_LOSSY_ACCEPTANCE = (
-    "rejection_sample_method",
-    "synthetic_acceptance_rates",
-    "synthetic_acceptance_length",
-    "posterior_threshold",
-    "posterior_alpha",
-    "acceptance_method",
-    "typical_acceptance_sampler_posterior_threshold",
-    "typical_acceptance_sampler_posterior_alpha",
-    "spec_decoding_acceptance_method",
-)
 
 
 @dataclass
@@ -132,7 +111,9 @@ class CoDraftGRPOConfig(GRPOConfig):
         default="rollout",
         metadata={
             "help": "Temperature at which draft and policy are compared: 'rollout' (the distribution the engine verifies "
-            "against; 1 where rollouts are greedy) or a number."
+            "against, that of generation_kwargs before that of the config; 1 where rollouts are greedy) or a number. The teacher "
+            "is the policy at this temperature, before top_p, top_k and penalties cut it: a draft proposes from its own whole "
+            "distribution, so tokens that they forbid are drafted in vain."
         },
     )
     draft_updates_per_step: int = field(
@@ -254,10 +235,18 @@ class CoDraftGRPOConfig(GRPOConfig):
         self.draft_temperature  # noqa: B018  (raises where it cannot be read)
 
     @property
+    def rollout_temperature(self) -> float:
+        """Temperature of rollouts as TRL sends it (`generation_kwargs` before `temperature`) and vLLM takes it; 0 if greedy."""
+        sent: Any = (self.generation_kwargs or {}).get("temperature", self.temperature)
+        if not isinstance(sent, (int, float)):
+            raise ValueError(f"generation_kwargs['temperature'] must be a number, got {sent!r}.")
+        return 0.0 if sent < GREEDY_BELOW else max(float(sent), LEAST_TEMPERATURE)
+
+    @property
     def draft_temperature(self) -> float:
         """The number behind `draft_teacher_temperature`."""
         if self.draft_teacher_temperature == "rollout":
-            return self.temperature if self.temperature > 0 else 1.0
+            return self.rollout_temperature or 1.0
         try:
             temperature = float(self.draft_teacher_temperature)
         except ValueError:
@@ -308,33 +297,3 @@ def check_training(args: GRPOConfig, model: Any) -> None:
     if is_compiled or backend.lower() != "no":
         what = "model is compiled" if is_compiled else f"dynamo_backend={backend!r}"
         raise ValueError(f"{what}, which cannot be used with a draft: {_REFUSED_TRAINING['torch_compile']}.")
-
-
-def check_speculation(args: GRPOConfig) -> None:
-    """Refuses what speculative rollouts cannot do, before anything is built.
-
-    Raises:
-        ValueError: for a sampling option that vLLM rejects or ignores under speculation, for a setting that would make
-            acceptance lossy, and for an engine mode that is not built.
-    """
-    if args.vllm_mode != "colocate":
-        raise ValueError(
-            f"vllm_mode={args.vllm_mode!r} cannot serve a co-trained draft yet: a server's draft is not refitted. Use "
-            "vllm_mode='colocate', or draft=None."
-        )
-    asked: dict[str, Any] = {"min_p": args.min_p, "structured_outputs": args.vllm_structured_outputs_regex}
-    asked = {name: value for name, value in asked.items() if value}
-    asked |= {name: value for name, value in (args.generation_kwargs or {}).items() if value}
-    if asked.get("n") == 1:
-        del asked["n"]
-    for name, value in asked.items():
-        if name in _LOSSY_ACCEPTANCE:
-            raise ValueError(
-                f"{name}={value!r} would accept tokens that the policy did not sample, so rollouts would no longer follow it. "
-                "Remove it: hf-codraft only speculates losslessly."
-            )
-        if name in _REFUSED_SAMPLING or name.startswith("guided_"):
-            reason = _REFUSED_SAMPLING.get(name, _REFUSED_SAMPLING["guided_decoding"])
-            raise ValueError(
-                f"{name}={value!r} cannot be used with a draft: {reason}. Remove it, or train with draft=None."
-            )

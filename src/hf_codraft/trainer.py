@@ -30,7 +30,7 @@ from trl.distributed import DistributedBackend
 
 from hf_codraft._compat import check_version
 from hf_codraft._optional import require
-from hf_codraft.config import DEFAULT_SPECULATIVE_TOKENS, CoDraftGRPOConfig, check_speculation, check_training
+from hf_codraft.config import DEFAULT_SPECULATIVE_TOKENS, CoDraftGRPOConfig, check_training
 from hf_codraft.drafts.eagle3 import Eagle3Draft
 from hf_codraft.drafts.learner import DraftLearner, default_learning_rate, level, rising, settling
 from hf_codraft.drafts.replicas import check_same, share
@@ -48,6 +48,7 @@ from hf_codraft.hub.resolve import FAMILIES, resolve_draft
 from hf_codraft.phases import PhaseClock
 from hf_codraft.policy.anatomy import PolicyAnatomy, unwrap_peft
 from hf_codraft.policy.packing import pack_completions
+from hf_codraft.serving.sampling import check_policy, check_speculation
 from hf_codraft.taps.packed import PolicyWeights
 from hf_codraft.warmup import warm_up
 
@@ -94,6 +95,8 @@ class CoDraftGRPOTrainer(GRPOTrainer):
         self._check_arguments(args, draft, given.get("processing_class"), given.get("train_dataset"))
         if draft is not None:
             check_training(args, model)
+            if args.use_vllm:
+                check_policy(args, model)
         with self._engine(args):
             super().__init__(model, reward_funcs, args, *others, **kwargs)
         if draft is not None:
@@ -222,7 +225,7 @@ class CoDraftGRPOTrainer(GRPOTrainer):
             self.learner,
             num_updates=args.draft_updates_per_step,
             is_checked=args.draft_rollback,
-            is_greedy=args.draft_sample_method == "greedy" or args.temperature == 0,
+            is_greedy=args.draft_sample_method == "greedy" or args.rollout_temperature == 0,
             seed=args.seed,
         )
 

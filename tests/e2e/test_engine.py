@@ -30,8 +30,8 @@ ENVIRONMENT = {
 NOT_INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "ACCELERATE_")
 
 
-def run_case(case: str, folder: Path, **keywords) -> dict:
-    command = [sys.executable, str(CASES), case, str(folder), json.dumps(keywords)]
+def run_case(case: str, folder: Path, *, script: Path = CASES, **keywords) -> dict:
+    command = [sys.executable, str(script), case, str(folder), json.dumps(keywords)]
     env = {name: value for name, value in os.environ.items() if not name.startswith(NOT_INHERITED)} | ENVIRONMENT
     finished = subprocess.run(command, env=env, capture_output=True, text=True, timeout=500)
     if finished.returncode != 0:  # negative: a signal

@@ -16,7 +16,7 @@ from trl.extras import profiling
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer.utils import pad
 
-from hf_codraft.config import _REFUSED_SAMPLING
+from hf_codraft.serving.sampling import REFUSED, SERVED, TRL_FIELDS
 
 
 def parameters(function) -> list[str]:
@@ -261,25 +261,20 @@ def test_speculative_config_takes_what_we_send():
     assert {"method", "model", "num_speculative_tokens", "draft_sample_method"} <= names
 
 
-# Sampling options that were looked at: served alike with and without speculation, or without influence on the tokens.
-SERVED = {
-    "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "seed",
-    "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs",
-    "prompt_logprob_token_ids", "prompt_logprob_start", "logprob_token_ids", "flat_logprobs", "detokenize",
-    "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output", "output_kind",
-    "stream_interval", "skip_clone", "output_text_buffer_length", "allowed_token_ids", "extra_args",
-    "bad_words", "skip_reading_prefix_cache", "thinking_token_budget", "repetition_detection",
-    "routed_experts_prompt_start", "watermarking",
-}  # fmt: skip
-
-
 def test_every_sampling_option_of_the_engine_was_judged():
-    """An option that appears in vLLM is either listed above or refused in `config.py`."""
+    """An option that appears in vLLM is shown lossless in tests/e2e/test_sampling.py or refused."""
     from vllm import SamplingParams
 
     options = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
-    assert options - SERVED - _REFUSED_SAMPLING.keys() == set()
-    assert not SERVED & _REFUSED_SAMPLING.keys()
+    assert SERVED.keys() | REFUSED.keys() == options
+    assert not SERVED.keys() & REFUSED.keys()
+
+
+def test_every_option_that_trl_asks_the_engine_for_was_judged():
+    colocate = source(VLLMGeneration.generate).split('self.mode == "colocate"')[-1]
+    asked = re.findall(r'"(\w+)": ', colocate.partition("generation_kwargs.update")[0])
+    assert set(asked) == {*TRL_FIELDS, "n", "logprobs"} - {"structured_outputs"}
+    assert re.findall(r'generation_kwargs\["(\w+)"\] =', colocate) == ["structured_outputs"] * 2
 
 
 def test_engine_rejects_the_sampling_options_that_we_refuse():

@@ -30,6 +30,7 @@ from hf_codraft.serving.agreement import NUM_ROWS, Bounds, Distance, Sampling, c
 from hf_codraft.serving.cpu import is_cpu, repair_sampling
 from hf_codraft.serving.packed import PackedLayers, exchanged
 from hf_codraft.serving.refit import WeightStream, check_finite, check_names, fingerprint
+from hf_codraft.serving.sampling import repair_stop_strings
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +114,7 @@ class CoDraftVLLMGeneration(VLLMGeneration):
         with tempfile.TemporaryDirectory() as folder:
             if self.speculation is not None:
                 repair_sampling()
+                repair_stop_strings()
                 self.draft = self.speculation.build_draft(self.model)
                 write_initial_draft(self.draft, Path(folder), self.dtype)
                 extra["speculative_config"] = {
@@ -172,6 +174,8 @@ class CoDraftVLLMGeneration(VLLMGeneration):
             outputs = generate(*args, **kwargs)
             self._rollouts.generate_s += time.perf_counter() - started
             for completion in (c for output in outputs for c in output.outputs):
+                if completion.logprobs is not None:  # a stop string cuts tokens only
+                    completion.logprobs = completion.logprobs[: len(completion.token_ids)]
                 self._rollouts.num_tokens += len(completion.token_ids)
                 if self.draft is not None:
                     metrics = completion.spec_decode_metrics

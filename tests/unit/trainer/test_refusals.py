@@ -8,11 +8,11 @@ import pytest
 import tiny
 import trl.generation.vllm_generation as trl_engine
 from fixed_rollouts import FixedCoDraftGRPOTrainer, codraft, settings
-from transformers import ProcessorMixin
+from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig, ProcessorMixin, XGLMConfig
 from trl import GRPOConfig
 
 from hf_codraft import CoDraftGRPOConfig, Eagle3Draft, Eagle3DraftConfig, _compat, save_draft
-from hf_codraft.config import _LOSSY_ACCEPTANCE
+from hf_codraft.serving.sampling import REFUSED
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +67,13 @@ BAD_VALUES = [
 def test_value_out_of_range_is_named(tmp_path, name, value):
     with pytest.raises(ValueError, match=rf"{name} .*{value}"):
         CoDraftGRPOConfig(**settings(tmp_path, **{name: value}))
+
+
+@pytest.mark.parametrize(("asked", "got"), [(0.3, 0.3), (1e-6, 1.0), (0.0, 1.0), (1e-3, 1e-2)])
+def test_teacher_has_the_temperature_that_rollouts_have(tmp_path, asked, got):
+    """vLLM is greedy below 1e-5 and raises what is below 1e-2."""
+    args = CoDraftGRPOConfig(**settings(tmp_path, temperature=0.8, generation_kwargs={"temperature": asked}))
+    assert args.draft_temperature == got
 
 
 @pytest.mark.parametrize("value", ["rollout", "1", "0.7", 0.7, 2])
@@ -163,27 +170,59 @@ def test_engine_made_of_the_trainers_own_classes_is_refused(tmp_path, draft):
 # Speculation that the engine cannot do right
 
 UNSUITABLE = {
-    "min_p": (dict(min_p=0.1), "min_p=0.1 .*rejects it under speculation"),
-    "regex": (dict(vllm_structured_outputs_regex="[a-z]+"), r"structured_outputs='\[a-z\]\+' .*grammar"),
+    "min_p": (dict(min_p=0.1), "^min_p=0.1 .*rejects it under speculation"),
+    "regex": (
+        dict(vllm_structured_outputs_regex="[a-z]+"),
+        r"^vllm_structured_outputs_regex=.*'\[a-z\]\+'.* .*grammar",
+    ),
     "server": (dict(vllm_mode="server"), "vllm_mode='server' cannot serve a co-trained draft yet"),
+    "value": (
+        dict(generation_kwargs={"top_p": 1.5}),
+        r"vLLM rejects the sampling options .*top_p must be in \(0, 1\]",
+    ),
+    "value of TRL's field": (dict(temperature=3.0), "vLLM rejects the sampling options .*temperature must be in"),
+    "type": (dict(generation_kwargs={"stop_token_ids": 5}), "vLLM rejects the sampling options"),
+    "pair": (dict(generation_kwargs={"stop": "x", "detokenize": False}), "vLLM rejects .*detokenize"),
+    "plain dict": (
+        dict(generation_kwargs={"repetition_detection": {"min_count": 3}}),
+        "must be a vllm.*DetectionParams",
+    ),
 }
+VALUES = {
+    "min_p": 0.05,
+    "logit_bias": {5: 1.0},
+    "structured_outputs": {"regex": "a+"},
+    "seed": 0,
+    "min_tokens": 2,
+    "thinking_token_budget": 0,
+    "trace_decode_token_ids": [3, 4],
+    "n": 2,
+    "logprobs": 5,
+    "prompt_logprob_token_ids": [5],
+    "prompt_logprob_start": 0,
+    "logprob_token_ids": [5],
+    "flat_logprobs": True,
+    "output_text_buffer_length": 3,
+}
+# None of vLLM's options: TRL would fail at its first rollout.
+UNKNOWN = (
+    "guided_decoding",
+    "logits_processors",
+    "num_beams",
+    "posterior_threshold",
+    "rejection_sample_method",
+    "_eos_token_id",
+)
 UNSUITABLE |= {
-    f"generation_kwargs {name}": (dict(generation_kwargs={name: value}), f"{name}=.*cannot be used with a draft")
-    for name, value in {
-        "min_p": 0.05,
-        "logit_bias": {5: 1.0},
-        "structured_outputs": {"regex": "a+"},
-        "guided_decoding": {"regex": "a+"},
-        "guided_regex": "a+",
-        "logits_processors": ["x"],
-        "trace_decode_token_ids": [3, 4],
-        "n": 2,
-    }.items()
-}
-UNSUITABLE |= {
-    f"lossy {name}": (dict(generation_kwargs={name: 0.5}), f"{name}=0.5 would accept tokens .*lossless")
-    for name in _LOSSY_ACCEPTANCE
-}
+    f"generation_kwargs {name}": (
+        dict(generation_kwargs={name: value}), rf"generation_kwargs\['{name}'\]=.*cannot be used with a draft",
+    )
+    for name, value in (VALUES | dict.fromkeys(UNKNOWN, 1)).items()
+}  # fmt: skip
+
+
+def test_every_refused_sampling_option_is_tried():
+    assert VALUES.keys() == REFUSED.keys()
 
 
 @pytest.mark.parametrize(("changes", "message"), UNSUITABLE.values(), ids=UNSUITABLE.keys())
@@ -192,7 +231,11 @@ def test_setting_that_speculation_cannot_serve_is_refused(tmp_path, changes, mes
         codraft(tmp_path, use_vllm=True, **dict(vllm_mode="colocate") | changes)
 
 
-@pytest.mark.parametrize("harmless", [{"n": 1}, {"min_p": 0.0}, {"logit_bias": None}, {"stop": ["x"]}], ids=str)
+@pytest.mark.parametrize(
+    "harmless",
+    [{"n": 1, "seed": -1, "logprobs": 0}, {"min_p": 0.0, "logit_bias": None, "min_tokens": 0}, {"stop": ["x"]}],
+    ids=str,
+)
 def test_harmless_sampling_option_passes(tmp_path, harmless):
     with pytest.raises(pytest.fail.Exception, match="an engine was started"):
         codraft(tmp_path, use_vllm=True, vllm_mode="colocate", generation_kwargs=harmless)
@@ -201,6 +244,33 @@ def test_harmless_sampling_option_passes(tmp_path, harmless):
 def test_sampling_options_of_plain_rollouts_are_left_alone(tmp_path):
     with pytest.raises(pytest.fail.Exception, match="an engine was started"):
         codraft(tmp_path, draft=None, use_vllm=True, vllm_mode="colocate", min_p=0.1, generation_kwargs={"n": 2})
+
+
+# A policy that the engine cannot draft for
+
+POLICIES = {
+    "no interface": (Gemma2Config, "Gemma2ForCausalLM has no EAGLE-3 interface"),
+    "no interface either": (GraniteConfig, "GraniteForCausalLM has no EAGLE-3 interface"),
+    "unknown": (XGLMConfig, "XGLMForCausalLM is unknown to vLLM"),
+}
+
+
+@pytest.mark.parametrize("is_path", [False, True], ids=["model", "path"])
+@pytest.mark.parametrize(("kind", "message"), POLICIES.values(), ids=POLICIES.keys())
+def test_policy_that_the_engine_cannot_draft_for_is_refused(tmp_path, kind, message, is_path):
+    sizes = dict(
+        vocab_size=tiny.VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4
+    )
+    sizes = (
+        dict(vocab_size=tiny.VOCAB, d_model=64, num_layers=4, attention_heads=4, ffn_dim=64)
+        if kind is XGLMConfig
+        else sizes
+    )
+    policy = AutoModelForCausalLM.from_config(kind(**sizes, pad_token_id=0, bos_token_id=2, eos_token_id=1))
+    if is_path:
+        policy = tiny.save(policy, tmp_path / "policy")
+    with pytest.raises(ValueError, match=message):
+        codraft(tmp_path, model=policy, use_vllm=True, vllm_mode="colocate")
 
 
 # A draft that does not fit
