@@ -224,7 +224,7 @@ class DraftLearner:
         """
         groups, schedule, counters = self.optimizer.param_groups, self.lr_scheduler, (self.num_steps, self.num_skipped)
         self.opening, self.is_warm_start = level, True
-        rates = [(group["lr"], group["initial_lr"]) for group in groups]
+        rates = [(group["lr"], group.get("initial_lr", group["lr"])) for group in groups]
         for group in groups:
             group["lr"] = group["initial_lr"] = peak
         self.lr_scheduler = LambdaLR(self.optimizer, factor)
