@@ -147,7 +147,7 @@ def warm_long(policy: str, folder: str) -> None:
         output_dir=folder, use_vllm=True, vllm_mode="colocate", vllm_max_model_length=256, num_generations=8,
         use_cpu=not torch.cuda.is_available(), per_device_train_batch_size=32, max_completion_length=MAX_COMPLETION_LENGTH,
         draft_warmup_rollouts=LONG_ROLLOUTS, draft_warmup_epochs=LONG_EPOCHS,
-        draft_learning_rate=1e-3, temperature=TEMPERATURE, report_to="none",
+        temperature=TEMPERATURE, report_to="none",
     )  # fmt: skip
     trainer = CoDraftGRPOTrainer(
         policy, accuracy, config, draft=f"{policy}/draft", train_dataset=sheets(LONG_ROLLOUTS, seed=1)

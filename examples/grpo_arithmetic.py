@@ -61,7 +61,6 @@ def main() -> None:
         report_to="none",
         # the draft's
         num_speculative_tokens=3,
-        draft_learning_rate=1e-3,
         draft_warmup_rollouts=256 if options.draft == "eagle3" else 0,
         draft_warmup_epochs=2,
     )
