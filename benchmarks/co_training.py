@@ -65,6 +65,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--engine-every", type=int, default=4, help="roll out with every draft in each so-many-th step; 0: never"
     )
+    parser.add_argument(
+        "--recipes", action="store_true", help="also train copies of the draft in other ways, on the same rows"
+    )
     parser.add_argument("--output-dir", type=Path, default=Path("runs/co_training"))
     parser.add_argument("--quick", action="store_true", help="a few short steps, to see that everything works")
     parser.add_argument("--json", type=Path, help="write the figures here")

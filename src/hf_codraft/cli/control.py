@@ -44,6 +44,7 @@ class SideBySide:
         settings: dict[str, Any] = dict(
             num_passes=learner.num_passes, temperature=learner.temperature, is_greedy=updates.is_greedy
         )
+        settings["log_p_T"] = learner.sampled_log_probs(batch, policy)
         with learner.autocast():
             measured = {
                 name: draft.expected_acceptance(batch, policy, **settings) for name, draft in self.drafts.items()

@@ -548,19 +548,20 @@ class Eagle3Draft(PreTrainedModel):
         policy: PolicyWeights,
         *,
         num_passes: int,
+        log_p_T: torch.Tensor,
         temperature: float = 1.0,
         is_greedy: bool = False,
         chunk_size: int = 512,
     ) -> ExpectedAcceptance:
         """What the engine would accept of this draft on the batch's completions (see [`drafts.expected`]).
 
-        It costs a forward of the draft without its backward, and the policy's head once for each sampled token, since an
-        acceptance is measured with the policy's probability among all ids, not only among those that the draft proposes.
+        It costs a forward of the draft without its backward.
 
         Args:
             batch ([`PackedBatch`]): text and taps of whole rows (not sharded).
-            policy ([`PolicyWeights`]): lends the embeddings and is the teacher.
+            policy ([`PolicyWeights`]): lends the embeddings.
             num_passes (`int`): tokens drafted before a verification.
+            log_p_T (`torch.Tensor` of shape `(tokens,)`): the policy's, see [`sampled_log_probs`]; the same for all drafts.
             temperature (`float`): of the rollouts.
             is_greedy (`bool`): the draft guesses its most probable token instead of drawing one.
             chunk_size (`int`): positions whose logits are made at a time.
@@ -572,14 +573,11 @@ class Eagle3Draft(PreTrainedModel):
         if len(anchors_A):
             hidden_KAH = self.forward(batch, policy, anchors_A, num_passes=num_passes)
             token_ids_KA = torch.stack([ahead.token_ids(step + 1, anchors_A) for step in steps])
-            rows_KA = ahead.rows_KT[1 : num_passes + 1, anchors_A]
-            log_p_E = self._log_p_sampled(
-                ahead, policy, rows_KA, token_ids_KA, mask_KT[:, anchors_A], temperature, chunk_size
-            )
+            rows_KA = ahead.rows_KT[2 : num_passes + 2, anchors_A].clamp(min=0)
             for k, (hidden_AH, token_ids_A, rows_A) in enumerate(zip(hidden_KAH, token_ids_KA, rows_KA, strict=True)):
                 parts = zip(hidden_AH.split(chunk_size), token_ids_A.split(chunk_size), strict=True)
                 log_q_A = torch.cat([self._log_q_sampled(*part, temperature, is_greedy=is_greedy) for part in parts])
-                log_ratio_A = log_q_A if is_greedy else log_q_A - log_p_E[rows_A.clamp(min=0)]
+                log_ratio_A = log_q_A if is_greedy else log_q_A - log_p_T[rows_A]
                 accept_KT[k, anchors_A] = log_ratio_A.clamp(max=0.0).exp() * mask_KT[k, anchors_A]
         starts = [start for start, end in batch.layout.segments if start < end]
         return expected_acceptance(accept_KT, batch.supervised_T, starts)
@@ -596,29 +594,6 @@ class Eagle3Draft(PreTrainedModel):
             return torch.where(is_guessed_C, 0.0, -torch.inf)
         log_q_C = logits_CV.gather(1, index_C[:, None])[:, 0] - logits_CV.logsumexp(-1)
         return log_q_C.masked_fill(kept_ids[index_C] != token_ids_C, -torch.inf)
-
-    def _log_p_sampled(
-        self,
-        ahead: "_Ahead",
-        policy: PolicyWeights,
-        rows_KA: torch.Tensor,
-        token_ids_KA: torch.Tensor,
-        mask_KA: torch.Tensor,
-        temperature: float,
-        chunk_size: int,
-    ) -> torch.Tensor:
-        """The policy's log-probability of the token that was sampled after each row: `(rows,)`, 0 where none is asked for."""
-        teacher = Teacher(
-            ahead.hidden_EH, policy.head_VH, policy.head_bias_V, scale=policy.logit_scale, softcap=policy.logit_softcap
-        )
-        next_ids_E = torch.full((len(ahead.hidden_EH),), -1, device=rows_KA.device)
-        next_ids_E[rows_KA[mask_KA]] = token_ids_KA[mask_KA]
-        log_p_E = torch.zeros(len(next_ids_E), dtype=torch.float32, device=next_ids_E.device)
-        for rows_C in (next_ids_E >= 0).nonzero()[:, 0].split(chunk_size):
-            logits_CV = teacher.logits(ahead.hidden_EH[rows_C].to(policy.head_VH.dtype)).float() / temperature
-            sampled_C = logits_CV.gather(1, next_ids_E[rows_C][:, None])[:, 0]
-            log_p_E[rows_C] = sampled_C - logits_CV.logsumexp(-1)
-        return log_p_E
 
     def serving_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every tensor that vLLM's drafter takes, by checkpoint name."""

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from hf_codraft.losses import Teacher
+from hf_codraft.taps.packed import PackedBatch, PolicyWeights
+
 
 @dataclass(frozen=True)
 class ExpectedAcceptance:
@@ -42,6 +45,35 @@ class ExpectedAcceptance:
     def accept_rates(self) -> tuple[float, ...]:
         """Share of the steps in which the guess of each position is accepted."""
         return tuple((self.reached_K / self.steps_S.sum()).tolist())
+
+
+@torch.no_grad()
+def sampled_log_probs(
+    batch: PackedBatch, policy: PolicyWeights, *, temperature: float = 1.0, chunk_size: int = 512
+) -> torch.Tensor:
+    """Log-probability with which the policy said each sampled token, among all of its ids: `(tokens,)`, 0 elsewhere.
+
+    Costs the policy's head once for each sampled token.
+
+    Args:
+        batch ([`PackedBatch`]): text and hidden states of whole rows (not sharded).
+        policy ([`PolicyWeights`]): its head.
+        temperature (`float`): of the rollouts.
+        chunk_size (`int`): positions whose logits are made at a time.
+    """
+    if batch.layout.world != 1:
+        raise ValueError(f"log-probs of a row that is sharded over {batch.layout.world} ranks are not computed here.")
+    teacher = Teacher(
+        batch.hidden_TH, policy.head_VH, policy.head_bias_V, scale=policy.logit_scale, softcap=policy.logit_softcap
+    )
+    has_context_T = batch.supervised_T.clone()
+    has_context_T[list(batch.layout.cu_seqlens[:-1])] = False
+    log_p_T = torch.zeros(len(has_context_T), dtype=torch.float32, device=has_context_T.device)
+    for rows_C in has_context_T.nonzero()[:, 0].split(chunk_size):
+        logits_CV = teacher.logits(batch.hidden_TH[rows_C - 1].to(policy.head_VH.dtype)).float() / temperature
+        said_C = logits_CV.gather(1, batch.token_ids_T[rows_C][:, None])[:, 0]
+        log_p_T[rows_C] = said_C - logits_CV.logsumexp(-1)
+    return log_p_T
 
 
 def expected_acceptance(accept_KT: torch.Tensor, supervised_T: torch.Tensor, starts: list[int]) -> ExpectedAcceptance:

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import SchedulerType, get_scheduler
 
 from hf_codraft.drafts.eagle3 import Eagle3Draft
-from hf_codraft.drafts.expected import ExpectedAcceptance
+from hf_codraft.drafts.expected import ExpectedAcceptance, sampled_log_probs
 from hf_codraft.taps.packed import PackedBatch, PolicyWeights
 
 MAX_SKIPPED_IN_A_ROW = 3
@@ -381,14 +381,19 @@ class DraftLearner:
             group["lr"] = rate
 
     def expected_acceptance(
-        self, batch: PackedBatch, policy: PolicyWeights, *, is_greedy: bool = False
+        self, batch: PackedBatch, policy: PolicyWeights, log_p_T: torch.Tensor, *, is_greedy: bool = False
     ) -> ExpectedAcceptance:
         """See [`Eagle3Draft.expected_acceptance`]; in the learner's precision, of the learner's passes and temperature."""
         with self.autocast():
             return self.draft.expected_acceptance(
-                batch, policy, num_passes=self.num_passes, temperature=self.temperature, is_greedy=is_greedy,
+                batch, policy, num_passes=self.num_passes, log_p_T=log_p_T, temperature=self.temperature, is_greedy=is_greedy,
                 chunk_size=self.chunk_size or 512,
             )  # fmt: skip
+
+    def sampled_log_probs(self, batch: PackedBatch, policy: PolicyWeights) -> torch.Tensor:
+        """See [`drafts.expected.sampled_log_probs`]; in the learner's precision and at its temperature."""
+        with self.autocast():
+            return sampled_log_probs(batch, policy, temperature=self.temperature, chunk_size=self.chunk_size or 512)
 
     def snapshot(self) -> list[torch.Tensor]:
         """Weights and moments as they are, on the host: a device has no room for a second set."""

@@ -105,10 +105,11 @@ class DraftUpdates:
         self._held_before = held
         draw.shuffle(teaching)
 
-        before = self._expected(held, policy)
-        snapshot = self.learner.snapshot()
+        check = self._check_of(held, policy)
+        before = check()
+        snapshot = self.learner.snapshot() if self.is_checked else []  # on every rank: other ranks' rows may be worse
         steps = tuple(self._update(teaching[number :: self.num_updates], policy) for number in range(self.num_updates))
-        after = self._expected(held, policy)
+        after = check()
         is_worse, lengths, rates = self._compare(before, after)
         if is_worse:
             self.learner.restore(snapshot)
@@ -125,13 +126,15 @@ class DraftUpdates:
             self.learner.accumulate(PackedBatch.join(rows).to(policy.head_VH.device), policy)
         return self.learner.step()
 
-    def _expected(self, rows: list[PackedBatch], policy: PolicyWeights) -> ExpectedAcceptance:
-        """What would be accepted of the draft on these rows."""
+    def _check_of(self, rows: list[PackedBatch], policy: PolicyWeights) -> Callable[[], ExpectedAcceptance]:
+        """What tells how much would be accepted of the draft, as it is when asked, on these rows."""
         if not rows:
             nothing = torch.zeros(0, dtype=torch.float64)
-            return ExpectedAcceptance(nothing, nothing, torch.zeros(self.learner.num_passes, dtype=torch.float64))
+            none = ExpectedAcceptance(nothing, nothing, torch.zeros(self.learner.num_passes, dtype=torch.float64))
+            return lambda: none
         batch = PackedBatch.join(rows).to(policy.head_VH.device)
-        return self.learner.expected_acceptance(batch, policy, is_greedy=self.is_greedy)
+        log_p_T = self.learner.sampled_log_probs(batch, policy)  # the updates do not change it
+        return lambda: self.learner.expected_acceptance(batch, policy, log_p_T, is_greedy=self.is_greedy)
 
     def _compare(
         self, before: ExpectedAcceptance, after: ExpectedAcceptance

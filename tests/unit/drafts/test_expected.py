@@ -8,7 +8,7 @@ import torch
 from ranks import tiny_batch, tiny_draft, tiny_weights
 
 from hf_codraft.drafts.eagle3 import supervised_passes
-from hf_codraft.drafts.expected import expected_acceptance
+from hf_codraft.drafts.expected import expected_acceptance, sampled_log_probs
 
 PASSES = 3
 
@@ -142,7 +142,8 @@ def test_acceptance_of_a_draft_is_that_of_dense_logits(flags, is_greedy):
     with torch.no_grad():
         accept_KT = dense_accept(draft, batch, weights, **settings)
     expected = expected_acceptance(accept_KT, batch.supervised_T, [start for start, _ in batch.layout.segments])
-    got = draft.expected_acceptance(batch, weights, num_passes=PASSES, chunk_size=7, **settings)
+    log_p_T = sampled_log_probs(batch, weights, temperature=0.7, chunk_size=7)
+    got = draft.expected_acceptance(batch, weights, num_passes=PASSES, log_p_T=log_p_T, chunk_size=7, **settings)
     # acceptances are kept in fp32
     torch.testing.assert_close(got.steps_S, expected.steps_S, rtol=1e-6, atol=1e-6)
     assert 1.0 < got.accept_length == pytest.approx(expected.accept_length, rel=1e-6)

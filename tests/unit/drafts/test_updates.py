@@ -8,6 +8,7 @@ import pytest
 import torch
 from ranks import tiny_batch, tiny_draft, tiny_weights
 
+from hf_codraft.drafts.expected import sampled_log_probs
 from hf_codraft.drafts.learner import DraftLearner
 from hf_codraft.drafts.updates import WINDOWS_TO_RECOVER, DraftUpdates, hold_out
 from hf_codraft.taps.packed import PackedBatch
@@ -80,7 +81,7 @@ def test_expected_rates_are_of_the_held_out_rows_before_the_updates():
     updates = updates_of(copy.deepcopy(draft), num_updates=2)
     report = run(updates, window())
     held = PackedBatch.join(updates._held_before)
-    want = draft.expected_acceptance(held, weights, num_passes=3)
+    want = draft.expected_acceptance(held, weights, num_passes=3, log_p_T=sampled_log_probs(held, weights))
     assert report.expected_rates == pytest.approx(want.accept_rates, rel=1e-6)
     assert report.expected_before == pytest.approx(want.accept_length, rel=1e-6)
     assert 0 < report.expected_rates[0] < report.steps[0].accept_passes[0]
