@@ -9,8 +9,8 @@ from transformers import TrainerCallback
 
 from hf_codraft.phases import PHASES, PhaseClock
 
-SLOW_S = 0.15  # what a step of the tiny policy takes is a tenth of it
-OWN_S = 0.1  # two clocks that are read one after the other, on a busy machine
+SLOW_S = 0.15
+BUSY_S = 0.7  # by which a busy machine may delay a step; an evaluation sleeps longer
 
 
 def steps(trainer) -> list[dict]:
@@ -25,15 +25,16 @@ def test_phases_add_up_to_the_wall_time_whatever_nests():
         time.sleep(0.02)
         with clock.phase("reward"):
             time.sleep(0.04)
+        aside = time.perf_counter()
         with clock.aside(), clock.phase("generate"):
             time.sleep(0.3)
+        aside = time.perf_counter() - aside
         clock.move("refit", 0.01)
     seconds, wall = clock.read(), time.perf_counter() - started
-    assert sum(seconds.values()) == pytest.approx(wall - 0.3, abs=0.02)
+    assert sum(seconds.values()) >= 0.06 and sum(seconds.values()) == pytest.approx(wall - aside, abs=0.1)
     assert seconds["reward"] >= 0.04 and seconds["refit"] == 0.01 and seconds["generate"] == 0
-    assert sum(seconds.values()) == pytest.approx(sum(clock.read().values()), abs=0.01)
     clock.begin()
-    assert sum(clock.read().values()) < 0.01
+    assert sum(clock.read().values()) < 0.06
 
 
 def test_phase_that_fails_ends():
@@ -54,20 +55,20 @@ def test_queued_work_counts_to_the_phase_that_queued_it():
 
     clock = PhaseClock(finish)
     clock.begin()
-    queue.append(0.1)  # the backward, which returns at once
+    queue.append(0.5)  # the backward, which returns at once
     with clock.phase("draft"):
         time.sleep(0.01)
         queue.append(0.02)
     seconds = clock.read()
-    assert seconds["policy"] >= 0.1
-    assert 0.03 <= seconds["draft"] < 0.1
+    assert seconds["policy"] >= 0.5
+    assert 0.03 <= seconds["draft"] < 0.5
 
 
 class _Slow(FixedCoDraftGRPOTrainer):
     """Generates, rewards and evaluates slowly; its draft's step and its optimizer are slow too."""
 
     def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-        time.sleep(SLOW_S if self.model.training else 5 * SLOW_S)
+        time.sleep(SLOW_S if self.model.training else 8 * SLOW_S)
         return super()._generate_single_turn(prompt_ids, *args, **kwargs)
 
     def _calculate_rewards(self, *args, **kwargs):
@@ -97,7 +98,7 @@ class _Wall(TrainerCallback):
 @pytest.mark.parametrize("pieces", [1, 2])
 def test_phases_of_a_step_add_up_and_leave_evaluation_out(tmp_path, pieces):
     trainer = codraft(
-        tmp_path, trainer=_Slow, max_steps=3, eval_dataset=tiny.prompts(4), eval_strategy="steps", eval_steps=1,
+        tmp_path, trainer=_Slow, max_steps=3, eval_dataset=tiny.prompts(1), eval_strategy="steps", eval_steps=2,
         per_device_eval_batch_size=4, gradient_accumulation_steps=pieces, per_device_train_batch_size=4 // pieces,
     )  # fmt: skip
     wall = _Wall()
@@ -106,11 +107,11 @@ def test_phases_of_a_step_add_up_and_leave_evaluation_out(tmp_path, pieces):
     for entry, seconds in zip(steps(trainer), wall.seconds, strict=True):
         phases = {phase: entry[f"time/{phase}"] for phase in PHASES}
         assert sum(phases.values()) == pytest.approx(entry["time/step"], abs=1e-6)
-        assert entry["time/step"] == pytest.approx(seconds, abs=OWN_S)
+        assert entry["time/step"] == pytest.approx(seconds, abs=BUSY_S)
         for phase, times in {"generate": 1, "reward": 1, "draft": pieces, "policy": 1}.items():
-            assert SLOW_S * times <= phases[phase] < SLOW_S * times + 2 * OWN_S + 0.1
+            assert SLOW_S * times <= phases[phase] < SLOW_S * times + BUSY_S
         assert phases["refit"] == 0
         # TRL's own is of training_step alone, without the optimizer
-        assert entry["step_time"] == pytest.approx(seconds - SLOW_S, abs=OWN_S + 0.05)
+        assert SLOW_S * (2 + pieces) <= entry["step_time"] <= entry["time/step"] - SLOW_S
     evaluations = [entry for entry in trainer.state.log_history if "eval_loss" in entry]
-    assert all(entry["eval_runtime"] > 5 * SLOW_S for entry in evaluations)
+    assert evaluations and all(entry["eval_runtime"] > 8 * SLOW_S for entry in evaluations)
