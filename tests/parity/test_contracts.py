@@ -262,7 +262,7 @@ def test_speculative_config_takes_what_we_send():
 
 
 def test_every_sampling_option_of_the_engine_was_judged():
-    """An option that appears in vLLM is shown lossless in tests/e2e/test_sampling.py or refused."""
+    """An option that appears in vLLM is shown lossless in tests/e2e/test_sampling_options.py or refused."""
     from vllm import SamplingParams
 
     options = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}

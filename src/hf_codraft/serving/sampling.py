@@ -1,6 +1,6 @@
 """Which sampling options leave rollouts what they are without a draft; all others are refused before anything is built.
 
-`SERVED` was shown by the real engine against exact probabilities (tests/e2e/test_sampling.py); `REFUSED` says why not.
+`SERVED` was shown by the real engine against exact probabilities (tests/e2e/test_sampling_options.py); `REFUSED` says why not.
 Together they know every field of vLLM's `SamplingParams`, and docs/compatibility.md prints them.
 """
 
@@ -202,7 +202,7 @@ def repair_stop_strings() -> None:
 
     vLLM looks for stop strings after all tokens of a verification step were added, so a completion keeps up to
     `num_speculative_tokens` tokens of what the policy said after its end. Token by token it is as without a draft; the engine
-    cuts log-probs to the same length. Serves vLLM 0.31 and 0.32; delete it when tests/e2e/test_sampling.py passes without.
+    cuts log-probs to the same length. Serves vLLM 0.31 and 0.32; delete it when tests/e2e/test_sampling_options.py passes without.
     """
     from vllm.v1.engine.detokenizer import BaseIncrementalDetokenizer
 
