@@ -453,6 +453,7 @@ class DraftLearner:
         return {
             "optimizer": self.optimizer.state_dict(),
             "lr_scheduler": self.lr_scheduler.state_dict(),
+            "opening": self.opening.__name__,
             "acceptance": self.acceptance,
             "lr_scale": self.lr_scale,
             "num_steps": self.num_steps,
@@ -465,6 +466,7 @@ class DraftLearner:
         assert self.lr_scheduler is not None
         self.optimizer.load_state_dict(state["optimizer"])
         self.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        self.opening = {opening.__name__: opening for opening in (level, rising, settling)}[state["opening"]]
         self.acceptance = state["acceptance"]
         self.lr_scale = state["lr_scale"]
         self.num_steps = state["num_steps"]

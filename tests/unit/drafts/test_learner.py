@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import SchedulerType, get_scheduler
 
 from hf_codraft.drafts.eagle3 import Eagle3Draft, Eagle3DraftConfig
-from hf_codraft.drafts.learner import SCHEDULES_BY_METRIC, TV_FROM, DraftLearner, rate_factor
+from hf_codraft.drafts.learner import SCHEDULES_BY_METRIC, TV_FROM, DraftLearner, rate_factor, settling
 from hf_codraft.losses import VOCAB_BLOCK
 from hf_codraft.taps.packed import PolicyWeights
 
@@ -417,3 +417,19 @@ def test_step_needs_a_tenth_more_than_weights_gradient_and_moments(autocast, los
         learner.step()
     needed = 4 * sum(weight.nbytes for weight in weights)
     assert needed / 1000 < live.peak <= needed / 10
+
+
+def test_a_resumed_learner_has_the_opening_of_the_one_it_goes_on_from():
+    """After a warm start there is none, although a fresh draft's learner is made with one."""
+    learner = learner_of(tiny_draft(), opening=settling)
+    with learner.following(lambda step: 1.0, peak=1e-3):
+        train(learner, pieces_of([8]))
+    train(learner, pieces_of([8]))
+    resumed = learner_of(copy.deepcopy(learner.draft), opening=settling)
+    assert resumed.last_lr > learner.last_lr
+    resumed.load_state_dict(copy.deepcopy(learner.state_dict()))
+    assert resumed.last_lr == learner.last_lr
+    for x in (learner, resumed):
+        train(x, pieces_of([8]))
+    for ours, expected in zip(resumed.parameters, learner.parameters, strict=True):
+        assert torch.equal(ours, expected)
