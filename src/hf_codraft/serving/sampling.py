@@ -202,7 +202,8 @@ def repair_stop_strings() -> None:
 
     vLLM looks for stop strings after all tokens of a verification step were added, so a completion keeps up to
     `num_speculative_tokens` tokens of what the policy said after its end. Token by token it is as without a draft; the engine
-    cuts log-probs to the same length. Serves vLLM 0.31 and 0.32; delete it when tests/e2e/test_sampling_options.py passes without.
+    cuts log-probs to the same length. Serves vLLM 0.31 and 0.32; delete it when tests/e2e/test_sampling_options.py passes
+    without.
     """
     from vllm.v1.engine.detokenizer import BaseIncrementalDetokenizer
 
