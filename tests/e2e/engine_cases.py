@@ -391,6 +391,44 @@ def losslessness(folder: Path, *, method: str, num_samples: int = 4000) -> dict:
     return result
 
 
+@torch.no_grad()
+def seen(trainer, ids: list[int], said: list[int]) -> PackedBatch:
+    """A row with taps from transformers' hidden states."""
+    tokens = torch.tensor(ids + said)
+    states = trainer.anatomy.model(tokens[None], output_hidden_states=True).hidden_states
+    taps = torch.cat([states[j][0] for j in trainer.draft.tap_ids], -1)
+    is_sampled = torch.arange(len(tokens)) >= len(ids)
+    return PackedBatch(Shard(PackedLayout.from_lengths([len(tokens)])), tokens, is_sampled, taps, states[-1][0])
+
+
+def acceptance(folder: Path, *, vocab: int | None) -> dict:
+    """What the engine accepts of a draft that stands still, and what is expected of it on the same completions.
+
+    Rows stay clear of the engine's last positions: a row near them stops the drafter for its whole batch.
+    """
+    trainer = build(folder, policy=sharp_policy(), per_device_train_batch_size=16, draft_vocab_size=vocab, max_steps=1)
+    trainer.warm_up_draft()
+    engine, learner, policy = trainer.vllm_generation, trainer.learner, trainer.anatomy.weights()
+    engine.sync_weights()
+    engine.take_rollouts()
+    texts = prompts(16) * 16
+    outputs = generate(engine.llm, texts, max_tokens=30, temperature=1.0)
+    rows = [seen(trainer, ids, list(output.outputs[0].token_ids)) for ids, output in zip(texts, outputs)]
+    total, batch = Acceptance.total(engine.take_rollouts().rows), PackedBatch.join(rows)
+    expected = learner.expected_acceptance(batch, policy, learner.sampled_log_probs(batch, policy))
+    loss = trainer.draft.compute_loss(batch, policy, num_passes=TOKENS)
+
+    generate(engine.llm, texts[:3], max_tokens=4)
+    generate(engine.llm, texts[:1], max_tokens=4)  # a second turn of one of the rows
+    trainer._log_rollouts(3)
+    return {
+        "accepted": total.accept_rates, "expected": expected.accept_rates, "num_steps": total.num_steps,
+        "renormalised": (loss.accept_sum_K / loss.count_K).tolist(),
+        "coverage": (loss.num_covered / loss.num_supervised).item(),
+        "table_of_turns": [str(value) for value in trainer._pending_extra_logs["accept_length"]],
+    }  # fmt: skip
+
+
 def greedy_among_sampled(trainer) -> dict:
     """Greedy completions, alone and in one batch with sampled ones, against the policy's."""
     engine, texts = trainer.vllm_generation, prompts(6)

@@ -200,6 +200,21 @@ def test_rollouts_of_other_weights_stop_the_run(agreement):
     assert "not finite in 1 tensors: ['fc.weight']" in agreement["not finite"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("vocab", [None, 60])
+def test_expected_acceptance_is_what_the_engine_accepts(tmp_path, vocab):
+    result = run_case("acceptance", tmp_path, vocab=vocab)
+    for accepted, expected in zip(result["accepted"], result["expected"], strict=True):
+        error = (expected * (1 - expected) / result["num_steps"]) ** 0.5
+        # 5 to 7 % of the steps are the last of a row, in which the engine counts guesses behind its end too
+        assert accepted == pytest.approx(expected, abs=MAX_Z * error + 0.01)
+    assert result["num_steps"] > 3000
+    if vocab is not None:  # a teacher of the kept ids alone would say much more
+        assert result["coverage"] < 0.6
+        assert result["renormalised"][0] > result["accepted"][0] + 0.1
+    assert result["table_of_turns"] == ["nan"] * 3  # of no row, rather than of another batch
+
+
 # Co-training
 
 STEPS, FROZEN_STEPS, ROWS = 24, 10, 16
