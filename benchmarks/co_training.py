@@ -71,8 +71,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--output-dir", type=Path, default=Path("runs/co_training"))
     parser.add_argument("--quick", action="store_true", help="a few short steps, to see that everything works")
     parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--draw", type=Path, help="draw accept length by step into this PNG")
     parser.add_argument("--check", action="store_true", help="a line an aim; exit status 1 where one is missed")
-    parser.add_argument("--judge", type=Path, help="judge the figures of this file instead of running")
+    parser.add_argument("--judge", type=Path, nargs="+", help="judge the figures of these files instead of running")
     parser.add_argument("--worker", nargs=2, metavar=("WORKLOAD", "SEED"), help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -365,6 +366,30 @@ def print_tables(runs: dict[str, dict[str, Any]]) -> None:
             print(f"  {ours} / {theirs} by thirds: " + "   ".join(cells))
 
 
+def draw(runs: dict[str, dict[str, Any]], file: Path) -> None:
+    """Accept length by step: lines as expected on the run's completions, dots as the engine counted."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    colors = {"cotrained": "#2563eb", "frozen": "#9ca3af", "cold": "#f97316"}
+    names = {"cotrained": "co-trained", "frozen": "the same draft, frozen", "cold": "co-trained without warm start"}
+    figure, axes = plt.subplots(1, len(runs), figsize=(5.6 * len(runs), 3.6), constrained_layout=True, squeeze=False)
+    for axis, (label, run) in zip(axes[0], runs.items(), strict=True):
+        numbers = range(1, len(run["steps"]) + 1)
+        for name in DRAFTS:
+            values = [accept_length(step["expected"][name]) for step in run["steps"]]
+            axis.plot(numbers, values, color=colors[name], label=names[name])
+            engine = [(n, step["engine"][name]) for n, step in zip(numbers, run["steps"]) if name in step["engine"]]
+            axis.plot(*zip(*engine, strict=True), ".", color=colors[name], markersize=5)
+        axis.set(title=label, xlabel="step of GRPO", ylabel="tokens a verification")
+        axis.legend(frameon=False, fontsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+
+
 def main() -> int:
     args = parse()
     if args.worker:
@@ -382,7 +407,7 @@ def main() -> int:
         (folder / "figures.json").write_text(json.dumps(figures) + "\n")
         return 0
     if args.judge:
-        runs = json.loads(args.judge.read_text())
+        runs = {label: run for file in args.judge for label, run in json.loads(file.read_text()).items()}
     else:
         runs = {}
         for name in [args.workload] if args.workload else WORKLOADS:
@@ -395,6 +420,8 @@ def main() -> int:
                     (args.output_dir / f"{name}-{seed}" / "figures.json").read_text()
                 )
     print_tables(runs)
+    if args.draw:
+        draw(runs, args.draw)
     if args.json:
         args.json.write_text(json.dumps(runs) + "\n")
     judged = aims(runs)
