@@ -173,13 +173,17 @@ class CoDraftVLLMGeneration(VLLMGeneration):
             started = time.perf_counter()
             outputs = generate(*args, **kwargs)
             self._rollouts.generate_s += time.perf_counter() - started
-            for completion in (c for output in outputs for c in output.outputs):
+            longest = 0
+            for row, completion in ((output, c) for output in outputs for c in output.outputs):
+                longest = max(longest, len(row.prompt_token_ids) + len(completion.token_ids))
                 if completion.logprobs is not None:  # a stop string cuts tokens only
                     completion.logprobs = completion.logprobs[: len(completion.token_ids)]
                 self._rollouts.num_tokens += len(completion.token_ids)
                 if self.draft is not None:
                     metrics = completion.spec_decode_metrics
                     self._rollouts.rows.append(Acceptance(tuple(metrics.histogram) if metrics else ()))
+            if self.speculation is not None:
+                warn_near_limit(longest, self._runner().max_model_len, self.speculation.num_speculative_tokens)
             return outputs
 
         self.llm.generate = counted
@@ -324,6 +328,22 @@ class CoDraftVLLMGeneration(VLLMGeneration):
 @functools.cache
 def _warn_once(message: str) -> None:
     logger.warning(message)
+
+
+def warn_near_limit(longest: int, limit: int, num_speculative_tokens: int) -> None:
+    """Warns once where a row came so near to the engine's limit that vLLM stopped drafting, for all rows of its batch.
+
+    Args:
+        longest (`int`): tokens of the longest row, prompt included.
+        limit (`int`): the engine's `max_model_len`.
+        num_speculative_tokens (`int`): tokens guessed before each verification.
+    """
+    if longest + num_speculative_tokens > limit:
+        _warn_once(
+            f"a row came within num_speculative_tokens ({num_speculative_tokens}) of vllm_max_model_length ({limit}): vLLM "
+            "0.31 then drafts for no row of its batch, and counts guesses as rejected. Set vllm_max_model_length to at least "
+            f"the longest prompt + max_completion_length + {num_speculative_tokens}."
+        )
 
 
 def write_initial_draft(draft: Eagle3Draft, folder: Path, dtype: torch.dtype) -> None:
