@@ -15,6 +15,7 @@ from hf_codraft.drafts.learner import CO_TRAINING_RATE, check_pass_weights, rate
 from hf_codraft.losses import LOSS_TYPES
 
 DEFAULT_SPECULATIVE_TOKENS = 3
+ROWS_PER_DRAFT_UPDATE = 32  # of fewer rows, some updates harm on other prompts (docs/co_training.md)
 GREEDY_BELOW, LEAST_TEMPERATURE = 1e-5, 1e-2  # vLLM samples greedily below the first and raises others to the second
 # Options of training that a draft cannot go with, with the reason and the way out.
 _REFUSED_TRAINING = {
@@ -116,11 +117,11 @@ class CoDraftGRPOConfig(GRPOConfig):
             "distribution, so tokens that they forbid are drafted in vain."
         },
     )
-    draft_updates_per_step: int = field(
-        default=4,
+    draft_updates_per_step: int | None = field(
+        default=None,
         metadata={
-            "help": "Optimizer steps of the draft for each of the policy's; they share its rows, so that more of them cost "
-            "no more, but each sees fewer."
+            "help": "Optimizer steps of the draft for each of the policy's; they share its rows, so more of them cost no more, but "
+            "each sees fewer. By default one for every 32 rows (over all ranks), at least one."
         },
     )
     draft_rollback: bool = field(
@@ -211,7 +212,7 @@ class CoDraftGRPOConfig(GRPOConfig):
             "draft_warmup_batch_size",
             "draft_loss_chunk_size",
         ):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
         for name in (
             "draft_learning_rate", "draft_weight_decay", "draft_max_grad_norm", "draft_warmup_rollouts", "draft_lr_warmup_steps",
@@ -259,7 +260,13 @@ class CoDraftGRPOConfig(GRPOConfig):
 
     def draft_steps(self, max_steps: int) -> int:
         """Optimizer steps of the draft in so many of the policy."""
-        return -(-max_steps // self.draft_update_every) * self.draft_updates_per_step
+        return -(-max_steps // self.draft_update_every) * self.num_draft_updates
+
+    @property
+    def num_draft_updates(self) -> int:
+        """`draft_updates_per_step`, its default resolved."""
+        rows = self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
+        return self.draft_updates_per_step or max(rows // ROWS_PER_DRAFT_UPDATE, 1)
 
     @property
     def engine_dtype(self) -> str:

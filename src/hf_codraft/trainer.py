@@ -223,7 +223,7 @@ class CoDraftGRPOTrainer(GRPOTrainer):
                 self.learner.load_moments(read_training_state(folder)["learner"])
         self.draft_updates = DraftUpdates(
             self.learner,
-            num_updates=args.draft_updates_per_step,
+            num_updates=args.num_draft_updates,
             is_checked=args.draft_rollback,
             is_greedy=args.draft_sample_method == "greedy" or args.rollout_temperature == 0,
             seed=args.seed,

@@ -384,3 +384,14 @@ def test_draft_is_computed_in_the_precision_of_the_policy(tmp_path, changes, exp
     assert seen == {expected}
     assert trainer.draft.fc.weight.dtype == torch.float32
     assert math.isfinite(steps(trainer)[0]["draft/loss"])
+
+
+@pytest.mark.parametrize(("rows", "asked", "num_updates"), [(4, None, 1), (32, None, 1), (64, None, 2), (64, 4, 4)])
+def test_a_draft_is_updated_once_for_every_32_rows(tmp_path, rows, asked, num_updates):
+    args = CoDraftGRPOConfig(
+        **settings(
+            tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=rows // 4, draft_updates_per_step=asked
+        )
+    )
+    assert args.num_draft_updates == num_updates
+    assert args.draft_steps(5) == 5 * num_updates
