@@ -120,8 +120,8 @@ class CoDraftGRPOConfig(GRPOConfig):
     draft_updates_per_step: int | None = field(
         default=None,
         metadata={
-            "help": "Optimizer steps of the draft for each of the policy's; they share its rows, so more of them cost no more, but "
-            "each sees fewer. By default one for every 32 rows (over all ranks), at least one."
+            "help": "Optimizer steps of the draft for each of the policy's; they share its rows, so more of them cost no more, "
+            "but each sees fewer. By default one for every 32 rows (over all ranks), at least one."
         },
     )
     draft_rollback: bool = field(

@@ -160,7 +160,7 @@ def test_example_config_parses():
         (["--xyzzy", "1"], "there is no option --xyzzy."),
         (["--draft_learning_rate", "fast"], "invalid float value: 'fast'"),
         (["--draft_loss_type", "mse"], "draft_loss_type must be"),
-        (["--draft_warmup_rollouts", "-1"], "draft_warmup_rollouts must not be negative"),
+        (["--draft_warmup_rollouts", "-1"], "draft_warmup_rollouts must be a number and not negative"),
         (["--reward_funcs", "exact_match"], "or a dotted path such"),
         (["--reward_funcs", "no_such_module.reward"], "No module named 'no_such_module'"),
         (["--reward_funcs", "tiny.no_reward"], "could not be imported"),

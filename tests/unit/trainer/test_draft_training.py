@@ -8,9 +8,10 @@ from itertools import pairwise
 import pytest
 import tiny
 import torch
-from fixed_rollouts import EOS, FixedCoDraftGRPOTrainer, codraft, grpo, logged, same, weights
+from fixed_rollouts import EOS, FixedCoDraftGRPOTrainer, codraft, grpo, logged, same, settings, weights
 from transformers import TrainerCallback
 
+from hf_codraft import CoDraftGRPOConfig
 from hf_codraft.attention.layout import PackedLayout
 from hf_codraft.attention.shard import Shard
 from hf_codraft.taps.packed import PackedBatch
@@ -390,7 +391,10 @@ def test_draft_is_computed_in_the_precision_of_the_policy(tmp_path, changes, exp
 def test_a_draft_is_updated_once_for_every_32_rows(tmp_path, rows, asked, num_updates):
     args = CoDraftGRPOConfig(
         **settings(
-            tmp_path, per_device_train_batch_size=4, gradient_accumulation_steps=rows // 4, draft_updates_per_step=asked
+            tmp_path,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=rows // 4,
+            draft_updates_per_step=asked,
         )
     )
     assert args.num_draft_updates == num_updates
