@@ -117,7 +117,7 @@ def test_pass_weights_must_be_one_a_pass(tmp_path, weights, match):
         ),
         (
             dict(draft_lr_scheduler_type="linear", draft_lr_warmup_steps=8, draft_update_every=2),
-            r"draft_lr_warmup_steps \(8\) must be below the number of steps of the draft \(8\)",
+            r"draft_lr_warmup_steps \(8\) must be below the number of steps of the draft \(2\)",
         ),
     ],
     ids=str,
