@@ -4,8 +4,8 @@
     held out                  c c c            measure the draft before and after, and teach in window n + 1
     updates       |a d z|b a z|d b a|z d b|    the others, and z, what window n - 1 held out: each teaches once
 
-One update on all rows and several on parts of them cost the same and see the same rows; several teach more. Updates that make
-the draft worse on the rows that were held out, beyond what chance explains, never reach the engine.
+One update on all rows and several on parts of them cost the same and see the same rows. Updates that make the draft worse on
+the rows that were held out, beyond what chance explains, never reach the engine.
 """
 
 import math
