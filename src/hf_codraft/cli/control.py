@@ -51,10 +51,6 @@ class SideBySide:
             }
         self.steps.append(measured)
 
-    def accept_lengths(self, name: str) -> list[float]:
-        """Expected accept length of a draft by step."""
-        return [step[name].accept_length for step in self.steps]
-
 
 def expected_from(saved: dict[str, list[float]]) -> ExpectedAcceptance:
     """Of the lists `steps` and `tokens` that a run has written."""

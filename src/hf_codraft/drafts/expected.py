@@ -91,9 +91,8 @@ def expected_acceptance(accept_KT: torch.Tensor, supervised_T: torch.Tensor, sta
     # A step that begins behind token t hangs from trunk position t - 1: token t is the first that pass 1 reads.
     rows_SN = np.minimum(firsts[:, None] - 1 + np.arange(longest)[None], len(supervised_T) - 1)
     accept_KNS = accept_KT.detach().cpu().double().numpy()[:, rows_SN].transpose(0, 2, 1)
-    begins_NS = np.zeros(
-        (longest + num_passes + 1, len(firsts))
-    )  # probability that a step begins behind token i of a span
+    # probability that a step begins behind token i of a span
+    begins_NS = np.zeros((longest + num_passes + 1, len(firsts)))
     begins_NS[0] = 1.0
     reached_K = np.zeros(num_passes)
     for i in range(longest - 1):
